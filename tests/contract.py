@@ -25,7 +25,7 @@ from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.mx import ceil_div
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand, OperandSpec, interleave
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -540,7 +540,8 @@ def check_sum_of_products(
     device: torch.device | str = "cpu",
     make: Callable[..., torch.Tensor] = wide,
 ) -> list[torch.Tensor]:
-    """``dual_gemm_m_grouped`` of dgrad, of which the second product is the larger one. Returns what it gave."""
+    """``dual_gemm_m_grouped`` of dgrad, of which the second product is the larger one; of rebased operands of whole
+    blocks as they are and interleaved. Returns what it gave."""
     products, expected = [], 0
     for factor in (1, 4):
         given = inputs(case, n, k, make)
@@ -549,8 +550,14 @@ def check_sum_of_products(
         b = to(reference.quantize(given["w"], 1, plan.dgrad.b), device)
         products.append((a, b))
         expected = expected + product_m_grouped(a, b, offs, None)
+    offs_there = None if offs is None else offs.to(device)
     with poisoned_empty():
-        outs = backend.dual_gemm_m_grouped(iter(products), None if offs is None else offs.to(device))
+        outs = backend.dual_gemm_m_grouped(iter(products), offs_there)
+        if plan.in_u(n % 128 == 0) == "dgate_dup":
+            both = interleave(*(a for a, _ in products))
+            again = backend.dual_gemm_m_grouped(zip(both, (b for _, b in products), strict=True), offs_there)
+            for out, other in zip(outs, again, strict=True):
+                assert torch.equal(out[:used], other[:used]), f"sum, {case}: interleaved"
     assert all(out.dtype == BF16 and out.shape == expected.shape for out in outs)
     judge(sum(out.float() for out in outs).to(BF16)[:used], expected[:used], plan.dgrad, f"sum, {case}")
     if backend is not reference_backend:

@@ -11,15 +11,15 @@ from contract import BF16, Target, assert_same, of_groups, to, values
 from poison import poisoned_empty
 
 from scripts.bench.problems import make_offs, relative_rms
-from titan_mxfp8.backends import Backend, Plan, reference
+from titan_mxfp8.backends import Backend, Plan, SwigluGradients, reference
 from titan_mxfp8.format import swizzle
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand, OperandSpec, separate
 from titan_mxfp8.recipe import Recipe
 
 Case = tuple[list[int] | None, int, int, float | None, bool]  # sizes, extra, hidden, limit, scored of ``check_swiglu``
 CASES: tuple[Case, ...] = (
     ([0, 44, 1, 130, 0, 31, 0], 20, 160, None, True),
-    ([3, 0, 130], 0, 96, 1.5, False),
+    ([3, 0, 130], 0, 256, 1.5, False),
     (None, 150, 96, 1.5, True),
     ([0, 0], 40, 96, None, True),
 )
@@ -77,9 +77,13 @@ def check_swiglu(
     # on the CPU, from the rows of the groups alone
     gate, up, u = gate[:used], up[:used], u[:used]
     expected_h = reference.swiglu(gate, up, limit, plan.forward.a, offs)
-    theirs = reference.swiglu_backward([gate, up, u], None if scores is None else scores[:used], limit, plan, offs)
+    theirs = reference.swiglu_backward(
+        [gate, up, u.clone()], None if scores is None else scores[:used], limit, plan, offs
+    )
     shares = {"h": check_same(h, expected_h, offs, used, "h")}
-    for name in ("dgate_rowwise", "dup_rowwise", "dgate_columnwise", "dup_columnwise", "sh_columnwise"):
+    check_in_u(ours, plan, there[2])
+    ours, theirs = separated(ours), separated(theirs)
+    for name in OPERANDS:
         shares[name] = check_same(getattr(ours, name), getattr(theirs, name), offs, used, name)
     if scored:
         dscores = ours.dscores[:used].cpu()
@@ -89,6 +93,25 @@ def check_swiglu(
     else:
         assert ours.dscores is None
     return shares
+
+
+OPERANDS = SwigluGradients._fields[:5]
+# By what ``Plan.in_u`` says.
+IN_U = {"dgate_dup": OPERANDS[:2], "dgate": OPERANDS[2:3], "nothing": ()}
+
+
+def check_in_u(made: SwigluGradients, plan: Plan, u: torch.Tensor) -> None:
+    """The memory of u has what the plan says, and nothing else."""
+    expected = IN_U[plan.in_u(u.shape[1] % 128 == 0)]
+    if not plan.dgrad.a.is_quantized:
+        expected += OPERANDS[:1]  # dgate, along either axis
+    found = {name for name in OPERANDS if getattr(made, name).data.data_ptr() == u.data_ptr()}
+    assert found == set(expected) and all(getattr(made, name).data.is_contiguous() for name in OPERANDS)
+
+
+def separated(made: SwigluGradients) -> SwigluGradients:
+    """The same, not interleaved."""
+    return SwigluGradients(*separate(*made[:2]), *made[2:])
 
 
 # Of the sum of magnitudes: h may be a step of bf16 off in one of its elements.
@@ -141,17 +164,17 @@ def step_of(spec: OperandSpec) -> float:
 def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.device | str = "cpu") -> None:
     """NaN in one element of u, then in a token's score: along H it stays in the token's row, along M in its group."""
     row, col = 45, 70  # of the third group, whose first block the one before it would read if it read on
-    inputs = swiglu_inputs([40, 0, 30, 50], 0, 96)
+    inputs = swiglu_inputs([40, 0, 30, 50], 0, 128)
     gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)
-    clean = backend.swiglu_backward([gate, up, u], scores, None, plan, offs)
+    clean = separated(backend.swiglu_backward([gate, up, u], scores, None, plan, offs))
     for in_score in (False, True):
         gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)
         if in_score:
             scores[row] = torch.nan
         else:
             u[row, col] = torch.nan
-        ours = backend.swiglu_backward([gate, up, u], scores, None, plan, offs)
-        for name in ("dgate_rowwise", "dup_rowwise", "dgate_columnwise", "dup_columnwise", "sh_columnwise"):
+        ours = separated(backend.swiglu_backward([gate, up, u], scores, None, plan, offs))
+        for name in OPERANDS:
             _check_nan(getattr(clean, name), getattr(ours, name), name, row, None if in_score else col, inputs[4])
         assert ours.dscores.isnan().sum() == (not in_score), "dscores"
         assert in_score or ours.dscores[row].isnan(), "dscores"

@@ -78,9 +78,10 @@ def test_sums_of_products(target: Target, recipe: Recipe) -> None:
     plan = target.plan(recipe)
     for case in ("ragged", "large", "all empty", "no offs"):
         contract.check_sum_of_products(target.backend, plan, case, device=target.device)
-    contract.check_sum_of_products(
-        target.backend, plan, "ragged", n=288, k=416, device=target.device, make=contract.patchy
-    )
+    for n, k in ((288, 416), (256, 160)):
+        contract.check_sum_of_products(
+            target.backend, plan, "ragged", n=n, k=k, device=target.device, make=contract.patchy
+        )
 
 
 @pytest.mark.parametrize("target, recipe", TESTED, ids=ids)

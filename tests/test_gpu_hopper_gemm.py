@@ -82,7 +82,7 @@ def test_group_sizes(case: str, plan: Plan, tiles: gemm.Tiles) -> None:
 @pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_sums_of_products(case: str, plan: Plan, tiles: gemm.Tiles) -> None:
     """One kernel adds up both, also where the contraction ends within a stage."""
-    for n, k in ((288, 416), (1312, 160), (32, 32)):
+    for n, k in ((288, 416), (1312, 160), (32, 32), (384, 96)):
         assert len(contract.check_sum_of_products(hopper, plan, case, n=n, k=k, device=DEVICE, make=patchy)) == 1
 
 

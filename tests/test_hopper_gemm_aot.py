@@ -14,7 +14,7 @@ from triton import __version__ as triton_version
 
 from titan_mxfp8.backends import hopper
 from titan_mxfp8.backends.hopper import gemm, swiglu_gemm
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand, OperandSpec, interleave
 from titan_mxfp8.logs import log_once
 
 pytestmark = pytest.mark.integration
@@ -42,8 +42,10 @@ def rebased(tiles: gemm.Tiles) -> None:
 
 
 def rebased_sum(tiles: gemm.Tiles) -> None:
-    dy, w = operand(M, K, axis=1, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
-    forward(dy, w, tiles, second=(dy, w))
+    """Of interleaved operands."""
+    dy, w = operand(M, 512, axis=1, block_k=128), operand(E, N, 512, axis=2, block_mn=32, block_k=128)
+    dgate, dup = interleave(dy, dy)
+    forward(dgate, w, tiles, second=(dup, w))
 
 
 def forward(x: Operand, w: Operand, tiles: gemm.Tiles, second: tuple[Operand, Operand] | None = None) -> None:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from poison import poisoned_empty
 from tiers import daily
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from watch import look_at, saved_tensors
 
@@ -308,6 +310,29 @@ def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch:
     check_compiled(with_columns_first(make_layer()), dy, "mxfp8_2d", "inductor")
     assert len(saved) == 4, "of the compiled layer, then of the eager one"
     assert happened == [(what, True) for what in ("swiglu", "wgrad", "rows", "wgrad", "wgrad")] * 2
+
+
+@pytest.mark.parametrize("biases, h", [(False, 128), (True, 128), (False, H)])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d_rebased", "mxfp8_2d_wgrad_bf16", "bf16"])
+def test_what_operators_share_with_compiled_code(recipe: str, biases: bool, h: int) -> None:
+    """No result is in memory that the operator was given: compiled code may use that again. And what is written over u
+    is right where inductor allocates."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            given = {StorageWeakRef(x.untyped_storage()) for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+            made = function(*args, **kwargs or {})
+            if function.namespace == "titan_mxfp8":
+                seen.append(function._opname)
+                assert not given & {StorageWeakRef(x.untyped_storage()) for x in made}, function
+            return made
+
+    layer = make_layer(biases, h=h)
+    with Watch():
+        mxfp8_moe(**layer, recipe=recipe).sum().backward()
+    assert seen[0] == "experts_forward" and len(seen) == 6
+    check_compiled(layer, torch.randn(T, D).bfloat16(), recipe, "inductor")
 
 
 def test_numbers_may_be_arguments_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

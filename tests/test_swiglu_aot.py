@@ -25,7 +25,7 @@ RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_e5m2_grad_rebased", "
 def compile_swiglu(
     target: str, backend: ModuleType, recipe: str, limit: float | None, offs: torch.Tensor | None
 ) -> dict[str, Kernel]:
-    plan, hidden = backend.plan(get_recipe(recipe), Hardware(target, target)), 512
+    plan, hidden = backend.plan(get_recipe(recipe), Hardware(target, target)), 512 if limit is None else 480
     gate, up = torch.empty(256, 2 * hidden, dtype=torch.bfloat16).chunk(2, 1)
     u, scores = torch.empty(256, hidden, dtype=torch.bfloat16), torch.empty(256) if offs is not None else None
     with compile_only(target) as kernels:

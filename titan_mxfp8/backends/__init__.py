@@ -42,6 +42,13 @@ class Plan(Encoded):
         """What its GEMMs multiply."""
         return {gemm.mma_dtype for gemm in self.gemms.values()}
 
+    def in_u(self, whole_blocks: bool) -> Literal["dgate_dup", "dgate", "nothing"]:
+        """What ``Backend.swiglu_backward`` writes over u: both gradients along H, interleaved (``format.spec``), where
+        they are rebased and features are whole blocks of 128; or dgate along M, where that is in bf16."""
+        if self.wgrad.a.stored == "bf16":
+            return "dgate"
+        return "dgate_dup" if self.dgrad.a.block_k == 128 and whole_blocks else "nothing"
+
     def map(self, change: Callable[[Gemm], Gemm]) -> "Plan":
         """Each of the three changed."""
         return Plan(**{name: change(gemm) for name, gemm in self.gemms.items()})
@@ -117,7 +124,8 @@ class Backend(Protocol):
         where a kernel adds up both, else each of the two. Rows at and past ``offs[-1]`` are undefined.
 
         Args:
-            products: ``a`` and ``b`` as of ``gemm_m_grouped``, both pairs of the same shapes and specs.
+            products: ``a`` and ``b`` as of ``gemm_m_grouped``, both pairs of the same shapes and specs; both ``a``
+                may be interleaved, as ``swiglu_backward`` makes them.
             offs: as there.
         """
 
@@ -163,9 +171,8 @@ class Backend(Protocol):
         wgrad.
 
         Args:
-            inputs: gate and up as in ``swiglu``, and u, bf16 (M, H), the gradient by h without the score. The list is
-                emptied, and what nobody else holds is freed before the last results are made. u is lost: a result may
-                have taken its memory.
+            inputs: gate and up as in ``swiglu``, and u, bf16 (M, H), contiguous, the gradient by h without the score.
+                The list is emptied. u is lost: ``Plan.in_u`` says what is in its memory then.
             scores_M: fp32 (M,), or None for 1.
             limit: as in ``swiglu``.
             plan: of the layer.

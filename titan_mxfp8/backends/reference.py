@@ -9,7 +9,16 @@ from titan_mxfp8.backends import Gemm, Plan, SwigluGradients
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
 from titan_mxfp8.format import swiglu as definition
-from titan_mxfp8.format.spec import K_GROUPED_AXES, M_GROUPED_AXES, UNQUANTIZED, Operand, OperandSpec, check_axes
+from titan_mxfp8.format.spec import (
+    K_GROUPED_AXES,
+    M_GROUPED_AXES,
+    UNQUANTIZED,
+    Operand,
+    OperandSpec,
+    check_axes,
+    interleave,
+    separate,
+)
 from titan_mxfp8.recipe import Recipe
 
 
@@ -75,7 +84,9 @@ def gemm_m_grouped(
 
 def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
     """``Backend.dual_gemm_m_grouped``."""
-    return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
+    (a, b), (a_2, b_2) = products
+    pairs = zip(separate(a, a_2), (b, b_2), strict=True)
+    return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in pairs]
 
 
 def gemm_k_grouped(
@@ -109,10 +120,20 @@ def swiglu_backward(
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
-    inputs.clear()
     (dgate_rowwise, dgate_columnwise), (dup_rowwise, dup_columnwise) = (
         quantize_both(t, plan.dgrad.a, plan.wgrad.a, offs) for t in (dgate, dup)
     )
+    *_, u = inputs
+    inputs.clear()
+    match plan.in_u(u.shape[1] % 128 == 0):
+        case "dgate_dup":
+            both = interleave(dgate_rowwise, dup_rowwise)
+            data = u.view(dgate_rowwise.data.dtype).copy_(both[0].data)
+            dgate_rowwise, dup_rowwise = (x._replace(data=data) for x in both)
+        case "dgate":
+            dgate_columnwise = dgate_columnwise._replace(data=u.copy_(dgate_columnwise.data))
+            if not plan.dgrad.a.is_quantized:
+                dgate_rowwise = dgate_rowwise._replace(data=u)
     return SwigluGradients(
         dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, plan.wgrad.b, offs), dscores
     )

@@ -152,8 +152,9 @@ class Operand(NamedTuple):
 
     Attributes:
         data: FP8 elements, contiguous, the quantised axis moved to the end; with ragged groups, or where that axis was
-            not the last one, padded: see ``OperandSpec.empty``. Or, with ``stored = "bf16"``, values in the shape of
-            the input; rows that belong to no group are then undefined.
+            not the last one, padded: see ``OperandSpec.empty``. Of two operands that are ``interleave``d the elements
+            of both. Or, with ``stored = "bf16"``, values in the shape of the input; rows that belong to no group are
+            then undefined.
         scale: E8M0 bytes, see ``OperandSpec.scale_shape``; None with ``stored = "bf16"``.
         spec: what ``data`` and ``scale`` are.
         axis: the axis of the input that was quantised, non-negative. A GEMM whose contraction is another one raises.
@@ -208,6 +209,23 @@ class Operand(NamedTuple):
         return scale_elements(
             self.data.float(), self.row_scales(), block_k=self.spec.block_k, block_mn=self.spec.block_mn
         )
+
+
+def interleave(one: Operand, other: Operand) -> tuple[Operand, Operand]:
+    """Two rebased operands of whole blocks, of the same shape (M, C) and spec, interleaved: both with the same ``data``
+    of (M, 2 C), in which a block of 128 of the one is followed by that of the other."""
+    blocks = [x.data.view(torch.uint8).unflatten(1, (-1, 128)) for x in (one, other)]
+    data = torch.stack(blocks, 2).flatten(1).view(one.data.dtype)
+    return one._replace(data=data), other._replace(data=data)
+
+
+def separate(one: Operand, other: Operand) -> tuple[Operand, Operand]:
+    """The inverse; operands that are not interleaved as they are."""
+    if one.data is not other.data:
+        return one, other
+    blocks = one.data.view(torch.uint8).unflatten(1, (-1, 2, 128)).unbind(2)
+    one_data, other_data = (x.flatten(1).view(one.data.dtype) for x in blocks)
+    return one._replace(data=one_data), other._replace(data=other_data)
 
 
 M_GROUPED_AXES = (1,), (1, 2)  # that ``a`` and ``b`` of forward and dgrad may be quantised along: those contracted

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
-from titan_mxfp8.format.spec import Operand
+from titan_mxfp8.format.spec import Operand, separate
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import once_differentiable, save_for_backward, split, take, take_many
@@ -76,8 +76,12 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.matrices, ctx.kept = len(weights), _KEPT if kept_weight == "quantized" else (0, 0)
         ctx.sorted = routing.ndim == 1
         ctx.slots = 1 if ctx.sorted else routing.shape[1]
-        # bool(): what is compared is a symbol under torch.compile(dynamic=True)
-        ctx.gathers = bool(ctx.slots >= experts.count_tensors(config).copied_slots)
+        # Under torch.compile(dynamic=True) what is compared is a symbol: a branch makes a constant of it, and bool() a
+        # flag.
+        ctx.whole_blocks = False
+        if given[0].shape[1] % 128 == 0:
+            ctx.whole_blocks = True
+        ctx.gathers = bool(ctx.slots >= experts.count_tensors(config, ctx.whole_blocks).copied_slots)
         own = (routing,) if ctx.sorted else ()
         return save_for_backward(ctx, out, b2, *weights, *own, *saved, *((x,) if keeps_x else ()))
 
@@ -85,7 +89,7 @@ class ExpertsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, g):
         b2, *saved = saved
-        counts = experts.count_tensors(ctx.config)
+        counts = experts.count_tensors(ctx.config, ctx.whole_blocks)
         weights, handle, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, counts.handle, 2, *ctx.kept)
         del saved
         needs, offs, config = list(ctx.needs_input_grad[8:14]), handle[0], ctx.config
@@ -98,15 +102,14 @@ class ExpertsFunction(torch.autograd.Function):
             needs[5],
             ctx.gathers,
         )
-        inputs = [*preactivations, *u]
-        del preactivations, u
+        made = experts_hidden_gradients(offs, handle, preactivations, u[0], ctx.scored, needs, config)
+        if counts.u_place is not None:
+            made = [*made[: counts.u_place], *u, *made[counts.u_place :]]
+        del u
         rowwise, columnwise, h, dscores, biases = split(
-            experts_hidden_gradients(offs, handle, inputs, ctx.scored, needs, config),
-            counts.rowwise,
-            counts.columnwise,
-            counts.h * needs[2],
-            ctx.scored,
+            made, counts.rowwise, counts.columnwise, counts.h * needs[2], ctx.scored
         )
+        del made
         dscores_M, sources = dscores[0] if ctx.scored else None, sources[0] if ctx.gathers else None
         if dscores_b2:
             dscores_M = dscores_M + dscores_b2[0]
@@ -259,37 +262,54 @@ def _(g, handle, quantized, weights, b2, scored, needs, sizes, config):
 
 @Operator
 def experts_hidden_gradients(
-    offs: Tensor, handle: list[Tensor], inputs: list[Tensor], scored: bool, needs: list[bool], config: str
+    offs: Tensor,
+    handle: list[Tensor],
+    preactivations: list[Tensor],
+    u: Tensor,
+    scored: bool,
+    needs: list[bool],
+    config: str,
 ) -> list[Tensor]:
     """``experts.hidden_tensors``.
 
     Args:
         offs: the first tensor of ``handle``.
-        inputs: gate, up and u, emptied.
+        preactivations: gate and up, emptied.
+        u: overwritten (``Plan.in_u``). The schema does not say so, as torch does not functionalise an operator that
+            writes to a tensor and returns a list: nobody may read the u that was.
         scored: whether the scores have a gradient.
         needs: as of ``experts_output_gradient``.
     """
     layer: ExpertsLayer = decode(config)
     plan, kernels, offs = layer.plan, backends.load(layer.gemms.backend, offs.device), aligned(offs)
     scores = layer.scores(handle) if scored else None
-    *operands, dscores = kernels.swiglu_backward(take_many(inputs), scores, layer.limit, plan, offs)
+    inputs = [*take_many(preactivations), u]
+    *operands, dscores = kernels.swiglu_backward(inputs, scores, layer.limit, plan, offs)
     rowwise, columnwise = take_many(operands, 2), operands
-    biases = [sum_rows(experts.bf16_values(rowwise[i], offs, kernels).float(), offs) for i in (0, 1) if needs[3 + i]]
+    biases = []
+    if needs[3] or needs[4]:
+        gradients = [rows for rows, needed in zip(separate(*rowwise), needs[3:5], strict=True) if needed]
+        biases = [sum_rows(experts.bf16_values(rows, offs, kernels).float(), offs) for rows in gradients]
     if not needs[2]:
         columnwise.pop()
-    return experts.hidden_tensors(layer, rowwise, columnwise, dscores, biases)
+    return experts.hidden_tensors(layer, u.shape[1] % 128 == 0, rowwise, columnwise, dscores, biases)
 
 
 @torch.library.register_fake(experts_hidden_gradients.overload)
-def _(offs, handle, inputs, scored, needs, config):
-    layer, gate, local = decode(config), inputs[0], offs.shape[0]
-    (rows, hidden), plan, rowwise = gate.shape, layer.plan, layer.plan.dgrad.a
+def _(offs, handle, preactivations, u, scored, needs, config):
+    layer, local = decode(config), offs.shape[0]
+    (rows, hidden), plan, spec = u.shape, layer.plan, layer.plan.dgrad.a
+    rowwise = [spec.empty(u, 1, local if spec.grouped_scales else None) for _ in range(2)]
+    whole_blocks = bool(hidden % 128 == 0)
+    if plan.in_u(whole_blocks) == "dgate_dup":
+        rowwise = [operand._replace(data=u) for operand in rowwise]
     return experts.hidden_tensors(
         layer,
-        rowwise=[rowwise.empty(gate, 1, local if rowwise.grouped_scales else None) for _ in range(2)],
-        columnwise=[spec.empty(gate, 0, local) for spec in (plan.wgrad.a, plan.wgrad.a, *[plan.wgrad.b] * needs[2])],
-        dscores=gate.new_empty(rows, dtype=torch.float32) if scored else None,
-        biases=[gate.new_empty((local, hidden), dtype=torch.float32) for needed in needs[3:5] if needed],
+        whole_blocks,
+        rowwise,
+        columnwise=[spec.empty(u, 0, local) for spec in (plan.wgrad.a, plan.wgrad.a, *[plan.wgrad.b] * needs[2])],
+        dscores=u.new_empty(rows, dtype=torch.float32) if scored else None,
+        biases=[u.new_empty((local, hidden), dtype=torch.float32) for needed in needs[3:5] if needed],
     )
 
 
@@ -366,7 +386,7 @@ def experts_rows_gradient(
     """
     layer: ExpertsLayer = decode(config)
     kernels = backends.load(layer.gemms.backend, offs.device)
-    operands = [Operand.take(rowwise, layer.plan.dgrad.a, 1) for _ in range(2)]
+    operands = experts.hidden_gradients(rowwise, layer)
     parameters = experts.weights_of(weights, [None] * 3, layer.plan)
     kept = experts.kept_operands(quantized, layer.gemms)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_mxfp8.backends import Backend, Plan
 from titan_mxfp8.format.codec import Encoded, decode
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
-from titan_mxfp8.ops.autograd import Owned
+from titan_mxfp8.ops.autograd import Owned, take
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.library import aligned, quantize_both
 
@@ -106,12 +106,18 @@ class ExpertsLayer(Encoded):
         return row_spec(self.gemms.plan.dgrad.a)
 
     @cached_property
-    def counts(self) -> "TensorCounts":
-        """How many tensors its operators return and save."""
+    def counts(self) -> "tuple[TensorCounts, TensorCounts]":
+        """How many tensors its operators return and save: where H is no multiple of 128, and where it is one."""
+        return self._count(False), self._count(True)
+
+    def _count(self, whole_blocks: bool) -> "TensorCounts":
         along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
+        in_u = self.plan.in_u(whole_blocks)
+        rowwise = 2 * along_h - (in_u == "dgate_dup")
         columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
+        u_place = {"dgate_dup": 0, "dgate": rowwise if columnwise else 0, "nothing": None}[in_u]
         quantizes_g, handle = self.plan.wgrad.a.is_quantized, self.handle_tensors
-        return TensorCounts(2 * along_h, columnwise, along_m, quantizes_g, handle, self.copied_slots())
+        return TensorCounts(rowwise, columnwise, along_m, u_place, quantizes_g, handle, self.copied_slots())
 
     def connect(self, device: torch.device) -> object:
         """What carries rows, which the functions below take as ``transport``; None where nothing does."""
@@ -273,38 +279,60 @@ def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:
 
 
 class TensorCounts(NamedTuple):
-    """How many tensors ``hidden_tensors`` makes of both gradients along H, of both along M, and of the score times h.
-    What is not quantised is the same along both, and counts once. Also whether g is quantised along M, how many tensors
-    a handle has, and ``ExpertsLayer.copied_slots``."""
+    """How many tensors there are of both gradients along H, of both along M, and of the score times h.
+    What is not quantised is the same along both, and counts once. Also which of these tensors is u, overwritten, and
+    not returned; whether g is quantised along M; how many tensors a handle has; and ``ExpertsLayer.copied_slots``."""
 
     rowwise: int
     columnwise: int
     h: int
+    u_place: int | None
     quantizes_g: bool
     handle: int
     copied_slots: int
 
 
 @torch.compiler.assume_constant_result
-def count_tensors(config: str) -> TensorCounts:
-    """``ExpertsLayer.counts`` of the layer with this key."""
-    return decode(config).counts
+def count_tensors(config: str, whole_blocks: bool) -> TensorCounts:
+    """Of ``ExpertsLayer.counts`` of the layer with this key the one for H in ``whole_blocks`` of 128, or not."""
+    return decode(config).counts[whole_blocks]
 
 
 def hidden_tensors(
-    layer: ExpertsLayer, rowwise: list[Operand], columnwise: list[Operand], dscores: Tensor | None, biases: list[Tensor]
+    layer: ExpertsLayer,
+    whole_blocks: bool,
+    rowwise: list[Operand],
+    columnwise: list[Operand],
+    dscores: Tensor | None,
+    biases: list[Tensor],
 ) -> list[Tensor]:
-    """What an operator returns of what backward makes of g and the pre-activations: no tensor twice.
+    """What an operator returns of what backward makes of u and the pre-activations: no tensor twice, and not the one
+    that is in the memory of u.
 
     Args:
+        whole_blocks: whether H is a multiple of 128.
         rowwise: the gradients of gate and up along H, for the rows' gradient.
         columnwise: what wgrad takes along M: the gradients of gate and up, and the score times h if w2's is wanted.
         dscores: fp32 (M,), or None.
         biases: the gradients of b1 and b3, fp32, of each that is wanted.
     """
     first = 0 if layer.plan.dgrad.a.is_quantized else 2
-    dscores = [] if dscores is None else [dscores]
-    return [*tensors_of(rowwise), *tensors_of(columnwise[first:]), *dscores, *biases]
+    along_h = tensors_of(rowwise)
+    if rowwise[0].data is rowwise[1].data:  # interleaved
+        del along_h[2]
+    tensors, place = [*along_h, *tensors_of(columnwise[first:])], layer.counts[whole_blocks].u_place
+    if place is not None:
+        del tensors[place]
+    return [*tensors, *([] if dscores is None else [dscores]), *biases]
+
+
+def hidden_gradients(tensors: Owned, layer: ExpertsLayer) -> Owned:
+    """Both gradients along H, of all tensors of them, taken."""
+    spec = layer.plan.dgrad.a
+    if len(tensors) == 3:  # interleaved
+        data = take(tensors).view(spec.elem_dtype)
+        return [Operand(data, take(tensors), spec, 1) for _ in range(2)]
+    return [Operand.take(tensors, spec, 1) for _ in range(2)]
 
 
 def bf16_values(rows: Operand, offs: Tensor, kernels: Backend) -> Tensor:

@@ -5,7 +5,7 @@
 | ``swiglu`` | 4: gate, up             | h along H                                                                |
 | backward   | 6: gate, up, u          | dgate and dup along H and along M, score times h along M, sums of u * h  |
 
-dgate in bf16, quantised along M or not, takes the memory of u: a program writes it last, after all that it reads.
+dgate in bf16, quantised along M or not, is written over u: by each program last, after all that it reads.
 
 With ragged groups programs past ``offs[-1]`` end at once, and what belongs to no group is neither read nor written,
 but for the zeros between groups that start at multiples of 32 or 128 rows.
@@ -100,17 +100,14 @@ def swiglu_backward(
     assert not columnwise.is_quantized or columnwise.elem_dtype == rowwise.elem_dtype, specs
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
+    assert u.x.is_contiguous(), u.x.stride()
     groups = None if offs is None else offs.shape[0]
-    if layout_m == "fp8":
-        in_place = columnwise.empty(gate.x, 0, groups)
-    else:  # in the memory of u, unless its rows are apart
-        dgate = u.x if u.x.is_contiguous() else torch.empty_like(u.x, memory_format=torch.contiguous_format)
-        in_place = Operand(dgate, None, columnwise, 0)
+    dgate = columnwise.empty(gate.x, 0, groups) if layout_m == "fp8" else Operand(u.x, None, columnwise, 0)
     if layout == layout_m == "bf16":  # the same values along either axis
-        operands = [in_place._replace(axis=1), rowwise.empty(gate.x, 1, None)]
+        operands = [dgate._replace(axis=1), rowwise.empty(gate.x, 1, None)]
         operands += [operand._replace(axis=0) for operand in operands]
     else:
-        operands = [*(rowwise.empty(gate.x, 1, None) for _ in range(2)), in_place, columnwise.empty(gate.x, 0, groups)]
+        operands = [*(rowwise.empty(gate.x, 1, None) for _ in range(2)), dgate, columnwise.empty(gate.x, 0, groups)]
     operands.append(h_columnwise.empty(gate.x, 0, groups))
     tile = TRANSPOSED_TILE  # the map is the same for any, as it has no tail
     table, row_blocks = map_tiles(offs, gate.rows, tile, tail=False)

@@ -50,9 +50,12 @@ def swiglu_backward(
     assert columnwise == h_columnwise and columnwise in (rowwise, UNQUANTIZED), (rowwise, columnwise, h_columnwise)
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
+    assert u.x.is_contiguous(), u.x.stride()
     groups = None if offs is None else offs.shape[0]
     operands = [rowwise.empty(gate.x, 1, groups) for _ in range(2)]
     operands += [columnwise.empty(gate.x, 0, groups) for _ in range(3)]
+    if not columnwise.is_quantized:
+        operands[2] = Operand(u.x, None, columnwise, 0)  # programs write dgate last, after all that they read
     tiles, col_tiles = map_tiles(offs, gate.rows, operands[0].scale.shape[0]), ceil_div(gate.cols, 128)
     scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if columnwise.is_quantized else 0

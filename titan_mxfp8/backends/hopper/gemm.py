@@ -77,7 +77,8 @@ def gemm_m_grouped(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128; in bf16 also plus the product of
-    two more operands of the same shapes and specs, rounded once. With given tiles for measurements.
+    two more operands of the same shapes and specs, rounded once. With given tiles for measurements. ``a`` and that of
+    ``second`` may be interleaved (``format.spec``).
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
     """
@@ -141,7 +142,7 @@ def plan_launch(
     """``shapes``, ``dtypes``: of ``a``, ``b`` and the output."""
     (a_rows, a_columns), b_shape, (*_, out_rows, d) = shapes
     a_dtype, b_dtype, out_dtype = dtypes
-    experts, c = (math.prod(shapes[2][:-2]), 0) if k_grouped else (b_shape[0], a_columns)
+    experts, c = (math.prod(shapes[2][:-2]), 0) if k_grouped else (b_shape[0], b_shape[-1])
     tokens = a_columns if k_grouped else a_rows
     tiles_down, tiles_across = ceil_div(out_rows, PART * tiles.parts), ceil_div(d, COLUMNS)
     count = (tiles_down * experts if k_grouped else tiles_down + experts) * tiles_across
@@ -158,8 +159,8 @@ def plan_launch(
     if out_dtype == torch.bfloat16:
         layouts += (TileLayout(out_dtype, (math.prod(shapes[2][:-1]), d), (PART, COLUMNS // 2), gluon=True),)
     constants = (
-        scales.steps, scales.copies, k_grouped, zero_tail, add, tiles.warpgroups, tiles.parts, tiles.stages, GROUP_M,
-        tiles.registers[1], tiles.registers[0],
+        scales.steps, scales.copies, k_grouped, a_columns > b_shape[-1], zero_tail, add, tiles.warpgroups, tiles.parts,
+        tiles.stages, GROUP_M, tiles.registers[1], tiles.registers[0],
     )  # fmt: skip
     counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages
     return LaunchPlan(count if tokens else 0, layouts, (c, d), counts, constants)

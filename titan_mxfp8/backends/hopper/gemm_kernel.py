@@ -163,16 +163,17 @@ def _multiply(
 def _gemm_kernel(
     a, b, row_scale, column_scale, out_tiles, a_2, b_2, row_scale_2, column_scale_2, out, bias, offs, tile_counter, C,
     D, experts, tiles_down, tiles_across, out_rows, scale_rows, scale_stages,
-    STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, ZERO_TAIL: gl.constexpr,
-    ADD: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    ZERO_TAIL: gl.constexpr, ADD: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, LOAD_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: output tiles, as long as there are any, then its warpgroups' share of what is zero; of the rows of
     no group with ZERO_TAIL. With ADD, and K_GROUPED, the output, in fp32, is added to.
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` makes. ``out_tiles``: descriptor of ``out``
-    for whole parts, or None. ``a_2`` and so on: of a second product of the same shapes, which is added, or None.
+    for whole parts, or None. ``a_2`` and so on: of a second product of the same shapes, which is added, or None; with
+    INTERLEAVED ``a`` and ``a_2`` are one, of (rows, 2 C).
     ``tile_counter``: int32 that is 0, how often a next tile was asked for, and behind it, for ``offs`` of None, the
     end of the one group. C: of one product; not used with K_GROUPED, where it depends on the tokens.
     """
@@ -212,7 +213,7 @@ def _gemm_kernel(
             [
                 (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
                 (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
-                (load_stages, (load, COPIES, K_GROUPED, GROUP_M)),
+                (load_stages, (load, COPIES, K_GROUPED, INTERLEAVED, GROUP_M)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -223,7 +224,7 @@ def _gemm_kernel(
                 (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
                 (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
                 (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
-                (load_stages, (load, COPIES, K_GROUPED, GROUP_M)),
+                (load_stages, (load, COPIES, K_GROUPED, INTERLEAVED, GROUP_M)),
             ],
             [4, 4, 1],
             [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS],

@@ -151,7 +151,7 @@ def decode_scales(
 ) -> Scales:
     """The scales of both operands, with ``offs`` those that the groups need; not ``with_rows``: of ``b`` alone,
     rebased."""
-    (a_rows, length), (*experts, b_rows, _) = a.data.shape, b.data.shape
+    a_rows, (*experts, b_rows, length) = a.data.shape[0], b.data.shape
     mn_major = a.spec.scales == "mn_major"
     steps, blocks = (1, a.scale.shape[0]) if mn_major else (STAGE // BLOCK_SIZE, a.scale.shape[1])
     copies = 4 if mn_major and not k_grouped else 1

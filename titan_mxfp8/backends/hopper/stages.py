@@ -28,7 +28,7 @@ def next_slot(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_stages(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, GROUP_M: gl.constexpr):
+def load_stages(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr):
     """The role of the warp that fills the stages, and takes the next tile."""
     products, buffers, groups, C, D, scale_rows, scale_stages, tile_counter = given
     a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
@@ -73,8 +73,9 @@ def load_stages(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, GROUP_M: g
                     if k + 128 >= k_end:
                         next_tiles.index(slot).store(next_tile)
                 mbarrier.expect(bar, BYTES)
+                a_column = 2 * k + p * 128 if INTERLEAVED else k
                 for i in gl.static_range(PARTS):
-                    _copy_in(a, [row + i * 64, k], bar, a_tiles.index(slot * PARTS + i))
+                    _copy_in(a, [row + i * 64, a_column], bar, a_tiles.index(slot * PARTS + i))
                     scale_row = (shift * scale_stages + k // 128) * scale_rows + row - shift + i * 64
                     _copy_in(row_scale, [scale_row * STEPS], bar, row_scales.index(slot * PARTS + i))
                 _copy_in(b, [column, k], bar, b_tiles.index(slot))

@@ -189,7 +189,7 @@ def _swiglu_gemm_kernel(
             [
                 (_multiply, (multiply, outs, out_tiles, staging, h_staging, 0, GROUP_M, FLOOR, E5M2)),
                 (_multiply, (multiply, outs, out_tiles, staging, h_staging, 1, GROUP_M, FLOOR, E5M2)),
-                (load_stages, (load, COPIES, False, GROUP_M)),
+                (load_stages, (load, COPIES, False, False, GROUP_M)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -200,7 +200,7 @@ def _swiglu_gemm_kernel(
                 (_multiply, (multiply, outs, out_tiles, staging, h_staging, 0, GROUP_M, FLOOR, E5M2)),
                 (_multiply, (multiply, outs, out_tiles, staging, h_staging, 1, GROUP_M, FLOOR, E5M2)),
                 (_multiply, (multiply, outs, out_tiles, staging, h_staging, 2, GROUP_M, FLOOR, E5M2)),
-                (load_stages, (load, COPIES, False, GROUP_M)),
+                (load_stages, (load, COPIES, False, False, GROUP_M)),
             ],
             [4, 4, 1],
             [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS],

@@ -7,6 +7,7 @@ on a multiprocessor: one reads while the other writes. On an H100, 196608 x 1408
 TB/s; gradients in bf16, and a pass over each that quantises it, took 2.28 ms.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +32,7 @@ from titan_mxfp8.backends.common.convert import (
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import Tile, map_tiles, rounding_of
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.spec import Operand
 
 TILE = Tile(rows=128, segments=2)
 # A thread has 8 columns of a row, a warp two rows: 16 bytes of each input, and whole lines.
@@ -51,8 +53,14 @@ def swiglu_backward(
     assert rowwise.elem_dtype == columnwise.elem_dtype and len({spec.rounding for spec in specs}) == 1, specs
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
+    assert u.x.is_contiguous(), u.x.stride()
     groups = None if offs is None else offs.shape[0]
-    along_h = [rowwise.empty(gate.x, 1, None) for _ in range(2)]
+    interleaved = plan.in_u(gate.cols % 128 == 0) == "dgate_dup"
+    if interleaved:
+        both, scale_shape = u.x.view(rowwise.elem_dtype), rowwise.scale_shape(u.x.shape)
+        along_h = [Operand(both, u.x.new_empty(scale_shape, dtype=torch.uint8), rowwise, 1) for _ in range(2)]
+    else:
+        along_h = [rowwise.empty(u.x, 1, None) for _ in range(2)]
     along_m = [spec.empty(gate.x, 0, groups) for spec in (columnwise, columnwise, h_columnwise)]
     table, row_blocks = map_tiles(offs, gate.rows, TILE, tail=False, alignment=128)
     col_tiles = ceil_div(gate.cols, 128)
@@ -63,7 +71,7 @@ def swiglu_backward(
          *(tensor for operand in (*along_h, *along_m) for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
         (gate.rows, along_m[0].data.shape[-1] // BLOCK_SIZE, row_blocks, groups or 0),
-        (limit, *rounding_of(rowwise), rounding_of(h_columnwise)[1]),
+        (limit, interleaved, *rounding_of(rowwise), rounding_of(h_columnwise)[1]),
         device=gate.x.device, warps=8,
     )  # fmt: skip
     return SwigluGradients(*along_h, *along_m, None if sums is None else sums.sum(0))
@@ -113,13 +121,17 @@ def rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr)
 
 
 @gluon.jit
-def _store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexpr, E5M2: gl.constexpr):
-    """Stores rows before ``stop`` and 128 columns, quantised along the columns."""
+def _store_rows(
+    values, out, row, stop, rows, tile_col, cols, MATRICES: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr
+):
+    """Stores rows before ``stop`` and 128 columns, quantised along the columns, of one of so many interleaved MATRICES,
+    whose first element the data starts with."""
     data, scale = out
     elements, scales = rebased(values, 1, FLOOR, E5M2)
-    col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, values.type.layout))
-    inside = (row < stop)[:, None] & (col < cols)[None, :]
-    gl.store(data + row.to(gl.int64)[:, None] * cols + col[None, :], elements, mask=inside)
+    col = gl.arange(0, 128, gl.SliceLayout(0, values.type.layout))
+    inside = (row < stop)[:, None] & (tile_col * 128 + col < cols)[None, :]
+    at = row.to(gl.int64)[:, None] * (cols * MATRICES) + (tile_col * (128 * MATRICES) + col)[None, :]
+    gl.store(data + at, elements, mask=inside)
     row = gl.convert_layout(row, scales.type.layout)
     gl.store(scale + tile_col.to(gl.int64) * (gl.cdiv(rows, 16) * 16) + row, scales, mask=row < stop)
 
@@ -144,9 +156,13 @@ def _rebased_swiglu_backward(
     dgate_columnwise, dgate_columnwise_scale, dup_columnwise, dup_columnwise_scale, h_columnwise, h_columnwise_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, row_blocks, groups,
-    LIMIT: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr, H_E5M2: gl.constexpr,
+    LIMIT: gl.constexpr, INTERLEAVED: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr, H_E5M2: gl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of 128 rows, those of the next four blocks of the map, and 128 columns."""
+    """One program: a tile of 128 rows, those of the next four blocks of the map, and 128 columns.
+
+    INTERLEAVED: what is along H lies over u: a row's 128 bytes of dgate and of dup where its 128 columns of u were. All
+    of these have been read when they are written, as the scales, which their largest elements decide, are part of both.
+    """
     col_tiles = gl.cdiv(cols, 128)
     tile_col = gl.program_id(0) % col_tiles  # neighbours in a row run together
     tile_row = gl.program_id(0) // col_tiles
@@ -157,6 +173,7 @@ def _rebased_swiglu_backward(
         if start >= gl.load(offs + groups - 1):  # past the last group
             return
     inputs = (gate, gate_stride), (up, up_stride), (u, u_stride)
+    MATRICES: gl.constexpr = 2 if INTERLEAVED else 1
     staged = ()
     for _ in gl.static_range(3):
         staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [16, 8, 128], _STAGED),)  # noqa: RUF005
@@ -174,9 +191,9 @@ def _rebased_swiglu_backward(
         for j in gl.static_range(3):
             staged[j].slice(i * 4, 4, dim=0).store(made[j].reshape((4, 8, 128)))
         dgate_out = dgate_rowwise, dgate_rowwise_scale
-        dup_out = dup_rowwise, dup_rowwise_scale
-        _store_rows(made[0], dgate_out, row_i, stop, rows, tile_col, cols, FLOOR, E5M2)
-        _store_rows(made[1], dup_out, row_i, stop, rows, tile_col, cols, FLOOR, E5M2)
+        dup_out = dup_rowwise + (128 if INTERLEAVED else 0), dup_rowwise_scale
+        _store_rows(made[0], dgate_out, row_i, stop, rows, tile_col, cols, MATRICES, FLOOR, E5M2)
+        _store_rows(made[1], dup_out, row_i, stop, rows, tile_col, cols, MATRICES, FLOOR, E5M2)
     outs = (
         (dgate_columnwise, dgate_columnwise_scale),
         (dup_columnwise, dup_columnwise_scale),
