@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from titan_mxfp8.ops.observe import summarize
 from titan_mxfp8.titan.dispatch import token_counts
 from titan_mxfp8.titan.once import QuantizedOnce
 
@@ -29,7 +30,7 @@ IS_03 = importlib.util.find_spec("torchtitan.trainer") is not None
 IS_GRAPH = sys.argv[2:] == ["graph"]  # of eager forward passes alone health is measured, and the host draws numbers
 STEPS, MICROBATCHES, TOKENS = 8 if IS_GRAPH else 3, 2, 128 if DEVICE == "cpu" else 512
 
-LEAST = {"counts": STEPS, "measured": 0 if IS_GRAPH else STEPS - 1}  # so many are compared
+LEAST = {"counts": STEPS, "measured": 0 if IS_GRAPH else STEPS}  # so many are compared
 
 
 def make_trainer() -> Any:
@@ -74,9 +75,9 @@ class Run(NamedTuple):
     Attributes:
         losses: as logged.
         counts: of tokens of each expert, before each optimizer's step.
-        measured: health's counts, then.
+        measured: health's counts, then; of the one module that is converted.
         tensors: the model's, its random number generator's, after all steps.
-        health: what was logged of it.
+        health: what was logged of it, by step.
         batches: how many microbatches ran.
     """
 
@@ -84,7 +85,7 @@ class Run(NamedTuple):
     counts: list[Tensor]
     measured: list[Tensor]
     tensors: dict[str, Tensor]
-    health: list[dict[str, float]]
+    health: dict[int, dict[str, float]]
     batches: int
 
 
@@ -109,7 +110,7 @@ class Steps:
         if self.graph is not None:
             self.graph.discard()
         torch.manual_seed(3)
-        logged, counts, measured, health, batches = [], [], [], [], []
+        logged, counts, measured, health, batches = [], [], [], {}, []
         probes = [module.probe for module in self.model.modules() if getattr(module, "probe", None) is not None]
         update = trainer.optimizers.step
 
@@ -128,7 +129,7 @@ class Steps:
         with (
             mock.patch.object(trainer.optimizers, "step", step),
             mock.patch.object(metrics, "log", log),
-            mock.patch.object(metrics.logger, "log", lambda figures, step: health.append(figures)),
+            mock.patch.object(metrics.logger, "log", lambda figures, step: health.update({step: figures})),
         ):
             data = iter(self.batches)
             for number in range(STEPS):
@@ -186,8 +187,13 @@ check("0.6", once, counted)
 assert IS_GRAPH or once.batches == counted.batches + MICROBATCHES
 assert 1 <= float(steps.layers.rows) <= 2, steps.layers.rows
 SHARE = "mx_health/experts/rows_of_balanced"
-shares = [figures[SHARE] for figures in once.health if SHARE in figures]
+shares = [figures[SHARE] for figures in once.health.values() if SHARE in figures]
 assert all(1 <= share < 2 for share in shares) and len(shares) >= LEAST["measured"], shares
+for number, measured in enumerate(once.measured, start=1):
+    dist.all_reduce(measured)
+    own = summarize(measured.tolist())
+    logged = {tag: figure for tag, figure in once.health[number].items() if "/experts/" not in tag}
+    assert [*own.values()] == [*logged.values()], f"step {number} logged {logged}, and its own tokens were {own}"
 
 if not IS_GRAPH:  # one of another bound goes on with it
     always = steps.run(lambda number: "bounded" if number % 2 else "0")

@@ -214,16 +214,25 @@ def test_compiled_modules_count_without_compiling_again() -> None:
 FIGURES = ("saturated", "flushed_to_zero", "scale_exponent_min", "scale_exponent_max")
 
 
-class Logged:
-    """What the plugin uses of TorchTitan's MetricsProcessor, which is also its own logger here."""
+class Trainer:
+    """What the plugin uses of TorchTitan's trainers; it is its own logger here."""
 
-    device_memory_monitor = SimpleNamespace(device=torch.device("cpu"))
+    device = torch.device("cpu")
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model_parts, self.logger, self.steps = [model], self, {}
+    def __init__(self, *parts: nn.Module) -> None:
+        self.model_parts, self.metrics_processor = list(parts), SimpleNamespace(logger=self)
+        self.step, self.steps, self.measured = 0, {}, []
+        telemetry.log_steps(self)
 
-    def end(self, step: int) -> None:
-        getattr(self.model_parts[0], telemetry.RECORDER).end(self, step)
+    def train_step(self, *batches: torch.Tensor) -> None:
+        for x in batches:
+            for part in reversed(self.model_parts):
+                part(x).sum().backward()
+        self.measured += [self.step] * observe.is_recording()
+
+    def train(self, first: int, last: int, *batches: torch.Tensor) -> None:
+        for self.step in range(first, last + 1):
+            self.train_step(*batches)
 
     def log(self, figures: dict[str, float], step: int) -> None:
         self.steps[step] = figures
@@ -239,56 +248,51 @@ def attached(recipe: str, health_every: int, report_every: int, *more: nn.Module
 @pytest.mark.parametrize("first, logged", [(1, [3, 6]), (3, [3, 6]), (5, [6])])
 def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged: list[int]) -> None:
     """Also the first one of a run that goes on from a checkpoint, its micro-batches, and no validation in between."""
-    x, model = spread(40, 64), copy.deepcopy(attached("mxfp8", 3, 0))  # as a pipeline's stage
-    processor = Logged(model)
-    measured = []
+    model = copy.deepcopy(attached("mxfp8", 3, 0))  # as a pipeline's stage
+    trainer, batches = Trainer(model), [2.0**step * spread(40, 64) for step in range(8)]
     for step in range(first, 8):
-        for _ in range(2):
-            model(x).sum().backward()
-        measured += [step] * (model[0].probe.grad is not None)
-        processor.end(step)
-        model.eval()
-        model(x)
-        assert not observe._recording, "a validation is not measured"
-        model.train()
-    assert measured == sorted({first, *logged})
-    assert list(processor.steps) == logged
+        trainer.train(step, step, batches[step], batches[step])
+        model.eval()(batches[0]).sum().backward()
+        assert not observe.is_recording() and model.train()[0].probe.grad is None, "a validation is not measured"
+    assert trainer.measured == list(trainer.steps) == logged
+    expected = counted_by_hand(batches[6], E4M3, "rceil", "1x32")
+    assert [trainer.steps[6][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
+
+
+def test_nothing_of_a_step_with_an_error_is_logged_later() -> None:
+    trainer, x = Trainer(attached("mxfp8", 1, 0, Routed())), spread(40, 64)
+    with pytest.raises(ValueError, match="x must be a"):
+        trainer.train(1, 1, 10 * x[:8], None)
+    assert not observe.is_recording()
+    trainer.train(2, 2, x)
+    assert list(trainer.steps) == [2] and trainer.steps[2]["mx_health/experts/fullest_of_balanced"] == 4 * 32 / 40
     expected = counted_by_hand(x, E4M3, "rceil", "1x32")
-    assert [processor.steps[6][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
+    assert [trainer.steps[2][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
 
 
 def test_the_stages_of_a_pipeline_are_one_recording() -> None:
     whole = attached("mxfp8", 1, 0)
     stages = [copy.deepcopy(whole) for _ in range(2)]
-    processor = Logged(stages[0])
-    processor.model_parts = stages
-    for step in (1, 2):
-        for stage in reversed(stages):
-            stage(spread(40, 64)).sum().backward()
-        assert observe._recording
-        processor.end(step)
-        assert not observe._recording
-    assert list(processor.steps) == [1, 2]
+    stages[1][0].mxfp8_fqn = "1"
+    trainer = Trainer(*stages)
+    trainer.train(1, 2, spread(40, 64))
+    assert trainer.measured == list(trainer.steps) == [1, 2]
+    assert {tag.rpartition("/")[2] for tag in trainer.steps[2]} == {"0", "1"}
 
 
 def test_modules_that_quantise_nothing_have_no_health() -> None:
-    model = attached("bf16", 1, 0)
-    processor = Logged(model)
-    model(spread(40, 64)).sum().backward()
-    processor.end(1)
-    assert not processor.steps
+    trainer = Trainer(attached("bf16", 1, 0))
+    trainer.train(1, 1)
+    assert not trainer.steps
 
 
 def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = attached("mxfp8_rebased", 3, 2), spread(40, 64)
-    processor = Logged(model)
-    for step in range(1, 7):
-        model(x).sum().backward()
-        processor.end(step)
+    trainer = Trainer(attached("mxfp8_rebased", 3, 2))
+    trainer.train(1, 6, spread(40, 64))
     reports = [line for line in caplog.messages if "rebasing changed in linears" in line]
     assert [line.partition("step ")[2][0] for line in reports] == ["2", "4", "6"]
     assert "activations " in reports[0] and "(most in 0: " in reports[0]
-    assert list(processor.steps) == [3, 6] and "mx_health/activations/changed_by_rebase/0" in processor.steps[3]
+    assert list(trainer.steps) == [3, 6] and "mx_health/activations/changed_by_rebase/0" in trainer.steps[3]
 
 
 def test_of_two_converters_the_one_that_wants_health_more_often_gets_it() -> None:
@@ -312,14 +316,11 @@ class Routed(nn.Module):
 
 def test_experts_without_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Of a step: nobody sets the counts back where no load is balanced."""
-    model = attached("mxfp8", 2, 0, Routed())
-    processor = Logged(model)
+    trainer = Trainer(attached("mxfp8", 2, 0, Routed()))
     for step, rows in ((1, 8), (2, 32)):
-        for _ in range(2):
-            model(spread(rows, 64)).sum().backward()
-        processor.end(step)
-    load = [processor.steps[2][f"mx_health/experts/{figure}"] for figure in ("without_tokens", "fullest_of_balanced")]
-    assert load == [2, 3.0] and list(processor.steps) == [2]
+        trainer.train(step, step, *[spread(rows, 64)] * 2)
+    load = [trainer.steps[2][f"mx_health/experts/{figure}"] for figure in ("without_tokens", "fullest_of_balanced")]
+    assert load == [2, 3.0] and list(trainer.steps) == [2]
     assert "MXFP8: 2 of 4 experts got no tokens in step 2" in caplog.messages
 
 

@@ -10,7 +10,7 @@ A config that sets ``model.study_flavors`` adds small flavors to the tables of f
 from titan_mxfp8 import workarounds
 from titan_mxfp8.plugin import checks, converters, moe, trainer, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
-from titan_mxfp8.titan import fsdp, telemetry
+from titan_mxfp8.titan import fsdp
 from titan_mxfp8.workarounds.patch import around
 
 __all__ = ["JobConfig"]
@@ -21,7 +21,6 @@ moe.shard_weights_only()
 for model in ("llama4", "deepseek_v3", "qwen3", "gpt_oss"):
     around(f"torchtitan.models.{model}.infra.parallelize.apply_fsdp")(fsdp.shard)()
 moe.compile_whole_blocks()
-telemetry.log_what_was_recorded()
 workarounds.install()
 wandb_run.name_and_start()
 trainer.change_steps()

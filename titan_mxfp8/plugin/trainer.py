@@ -1,4 +1,5 @@
-"""What a trainer's steps get: CUDA graphs, another run where rows did not fit, and weights that are quantised once."""
+"""What a trainer's steps get: CUDA graphs, another run where rows did not fit, weights that are quantised once, and
+what is measured in the logs."""
 
 import logging
 from functools import partial
@@ -12,6 +13,7 @@ from titan_mxfp8.plugin.job_config import has_our_fields
 from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of, waits_for_rows
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
+from titan_mxfp8.titan.telemetry import log_steps
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 def change_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
     """Every trainer gives itself to its checkpoint manager, when it has its model, whatever the class of the trainer:
     TorchTitan's own is in ``__main__``. Its steps are captured if it asks for that, run again where rows did not fit,
-    and quantise weights once."""
+    quantise weights once, and log what is measured."""
     init(manager, *args, **kwargs)
     if "train_state" not in kwargs.get("states", {}):
         return
@@ -31,6 +33,7 @@ def change_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: An
     watch_steps(trainer)
     modules = [module for part in trainer.model_parts for module in part.modules()]
     quantize_once(trainer, {each: partial(each.weights, False) for each in modules if isinstance(each, RoutedExperts)})
+    log_steps(trainer)
 
 
 def _capture(trainer: Any, required: bool) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titan_mxfp8.titan import telemetry
+from titan_mxfp8.ops import observe
 from titan_mxfp8.titan.dispatch import GIB, LAYERS
 
 logger = logging.getLogger(__name__)
@@ -229,8 +229,7 @@ def why_not_captured(error: RuntimeError) -> str:
 
 def must_run_eagerly(model: nn.Module) -> bool:
     """Whether the next microbatch of a model is measured, which hooks do, or the host waits in its layers."""
-    recorder = getattr(model, telemetry.RECORDER, None)
-    return (recorder is not None and recorder.records) or waits_for_rows(model)
+    return observe.is_recording() or waits_for_rows(model)
 
 
 def waits_for_rows(model: nn.Module) -> bool:

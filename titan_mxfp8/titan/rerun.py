@@ -7,8 +7,9 @@
                                            bound, the same microbatches again, look again
     clipping, optimizer                    as ever
 
-The layers run again as they ran, with another bound, which is a symbol of compiled ones: so the bits are those of
-counted rows. It ends, as each bound is larger, and none needs to be larger than all rows that could come.
+The layers run again as they ran, with another bound, which is a symbol of compiled ones: so the bits are those of a
+bound that was large enough at once, and where nothing is compiled those of counted rows. It ends, as each bound is
+larger, and none needs to be larger than all rows that could come.
 """
 
 import logging

@@ -1,14 +1,14 @@
 """``health_every`` and ``hopper_rebase_report``: what quantisation does to the operands of each converted module, in
 the logs, every N steps.
 
-A step begins to be recorded with its first forward pass in training and ends in TorchTitan's
-``MetricsProcessor.should_log``, which is called after the optimizer in every step, on every rank, with the step's
-number. That number says whether the next step is to be recorded. The first one of a run always is, as its number is not
-known yet: a run may go on from a checkpoint.
+A step is a call of a trainer's ``train_step``, before which the trainer has counted it: so it is known whether a step
+is to be recorded before it begins, and what is logged with its number is its own.
 """
 
-import contextlib
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from titan_mxfp8.modules import ConvertedModule, MXFP8Linear, training_device
 from titan_mxfp8.moe.transport import gather_objects
 from titan_mxfp8.ops import observe
 from titan_mxfp8.titan.dispatch import LAYERS, token_counts
-from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
@@ -32,59 +31,57 @@ class Recorder:
     def __init__(self) -> None:
         # Steps between two logs, of health, and of what rebasing changed in experts and linears; 0: never.
         self.every = {"health": 0, "experts": 0, "linears": 0}
-        self._region = contextlib.ExitStack()
-        self._due = True  # whether the next forward pass in training begins to record
         self._before: dict[str, torch.Tensor] = {}  # counts of tokens when the recorded step began
         self._after: dict[str, torch.Tensor] = {}  # and after its last forward pass
 
     def __deepcopy__(self, memo: dict) -> "Recorder":
         return self
 
-    @property
-    def records(self) -> bool:
-        """Whether the next forward pass in training is recorded."""
-        return self._due or observe.is_recording()
-
-    def begin(self, part: nn.Module, inputs: tuple[object, ...]) -> None:
+    def note_counts_before(self, part: nn.Module, *_: object) -> None:
         """Called before each forward pass of the model."""
-        if self._due and part.training:  # a validation comes between two steps
-            self._due = False
-            self._region.enter_context(observe.recording())
         if observe.is_recording() and part.training:
             for name, counts in token_counts(part).items():
                 self._before.setdefault(name, counts.clone())
 
-    def note_counts(self, part: nn.Module, *_: object) -> None:
+    def note_counts_after(self, part: nn.Module, *_: object) -> None:
         """Called after each forward pass of the model: the optimizer's hooks begin to count anew."""
         if observe.is_recording() and part.training:
             self._after |= {name: counts.clone() for name, counts in token_counts(part).items()}
 
-    def end(self, processor: Any, step: int) -> None:
-        """Called after a step, with TorchTitan's ``MetricsProcessor``: logs what was recorded in every N-th one."""
-        self._region.close()
-        self._due = any(n and (step + 1) % n == 0 for n in self.every.values())
+    def step(self, trainer: Any, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a step of a trainer. Every N-th one is recorded, and then logged."""
+        due = [what for what, n in self.every.items() if n and trainer.step % n == 0]
         measured = {
             module.mxfp8_fqn: module
-            for part in processor.model_parts
+            for part in trainer.model_parts
             for module in part.modules()
             if isinstance(module, ConvertedModule) and module.probe is not None
         }
-        due = [what for what, n in self.every.items() if n and step % n == 0]
+        try:
+            with observe.recording() if due else nullcontext():
+                result = train_step(*args, **kwargs)
+            self._log(trainer, due, measured)
+        finally:
+            for module in measured.values():
+                module.probe.grad = None
+            self._before, self._after = {}, {}
+        return result
+
+    def _log(self, trainer: Any, due: list[str], measured: dict[str, ConvertedModule]) -> None:
         if "health" in due:
-            self._log_health(processor, step, measured)
+            self._log_health(trainer, measured)
         for kind in filter("health".__ne__, due):
             of_kind = {n: m for n, m in measured.items() if isinstance(m, MXFP8Linear) == (kind == "linears")}
             counts = {name: m.probe.grad.tolist() for name, m in of_kind.items() if m.probe.grad is not None}
             if report := observe.rebase_report(counts):
-                logger.info(f"MXFP8: share of elements that rebasing changed in {kind} in step {step}, here: {report}")
-        for module in measured.values():
-            module.probe.grad = None
-        self._before, self._after = {}, {}
+                logger.info(
+                    f"MXFP8: share of elements that rebasing changed in {kind} in step {trainer.step}, here: {report}"
+                )
 
-    def _log_health(self, processor: Any, step: int, measured: dict[str, ConvertedModule]) -> None:
+    def _log_health(self, trainer: Any, measured: dict[str, ConvertedModule]) -> None:
         """Logs the figures, added up over all ranks: they see other tokens or modules, or count the same tensor alike,
         which leaves the shares as they are."""
-        device, figures = processor.device_memory_monitor.device, {}
+        device, figures = trainer.device, {}
         probes = {name: module.probe for name, module in measured.items()}
         counts = {name: torch.zeros_like(probe) if probe.grad is None else probe.grad for name, probe in probes.items()}
         counts = _sums_of_all_ranks(counts, device)
@@ -93,10 +90,11 @@ class Recorder:
         for name, of_module in counts.items():
             for figure, value in observe.summarize(of_module.tolist()).items():
                 figures[f"mx_health/{figure}/{name}"] = value
-        layers = getattr(processor.model_parts[0], LAYERS, None)
+        layers = getattr(trainer.model_parts[0], LAYERS, None)
         if layers is not None and (share := layers.largest_share(device)):
             figures["mx_health/experts/rows_of_balanced"] = share
-        processor.logger.log(figures | self._load_of_experts(device, step), step)
+        figures |= self._load_of_experts(device, trainer.step)
+        trainer.metrics_processor.logger.log(figures, trainer.step)
 
     def _load_of_experts(self, device: torch.device, step: int) -> dict[str, float]:
         """How many experts of all layers got no token of the step, which is a log line too; and the tokens of the
@@ -139,17 +137,15 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
     if not hasattr(model, RECORDER):
         recorder = Recorder()
         setattr(model, RECORDER, recorder)
-        model.register_forward_pre_hook(recorder.begin)
-        model.register_forward_hook(recorder.note_counts)
+        model.register_forward_pre_hook(recorder.note_counts_before)
+        model.register_forward_hook(recorder.note_counts_after)
     every = getattr(model, RECORDER).every
     every["health"] = min(filter(None, (every["health"], health_every)), default=0)  # who asks for more gets it
     every[kind] = hopper_rebase_report
 
 
-@around("torchtitan.components.metrics.MetricsProcessor.should_log")
-def log_what_was_recorded(should_log: Any, processor: Any, step: int) -> bool:
-    """Makes every run that asks for it log what was recorded."""
-    recorders = [getattr(part, RECORDER) for part in processor.model_parts or () if hasattr(part, RECORDER)]
-    if recorders:
-        recorders[0].end(processor, step)
-    return should_log(processor, step)
+def log_steps(trainer: Any) -> None:
+    """Has the steps of a trainer that has its model recorded and logged, if the model asks for that."""
+    recorder = getattr(trainer.model_parts[0], RECORDER, None)
+    if recorder is not None:
+        trainer.train_step = partial(recorder.step, trainer, trainer.train_step)

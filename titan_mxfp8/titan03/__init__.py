@@ -15,7 +15,7 @@ from torchtitan.config.override import override
 from torchtitan.protocols.model import BaseModel
 
 from titan_mxfp8 import workarounds
-from titan_mxfp8.titan import fsdp, telemetry
+from titan_mxfp8.titan import fsdp
 from titan_mxfp8.titan03 import convert, cuda_graph
 from titan_mxfp8.titan03.convert import MXFP8Experts, MXFP8Linears
 from titan_mxfp8.workarounds.patch import around
@@ -35,7 +35,6 @@ def linears(model_config: BaseModel.Config, **fields: object) -> BaseModel.Confi
     return convert.convert_config(MXFP8Linears, model_config, fields)
 
 
-telemetry.log_what_was_recorded()
 convert.know_the_config()
 convert.save_outputs()
 cuda_graph.leave_expert_parallelism_to_us()

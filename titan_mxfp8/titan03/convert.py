@@ -173,11 +173,12 @@ def trainer_config(config: Trainer.Config) -> Iterator[None]:
 @around("torchtitan.trainer.Trainer.__init__")
 def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None:
     """Has the whole config of a trainer known while it builds the model, for the sizes of its batches, and its steps
-    run again where rows did not fit, and quantise weights once."""
+    run again where rows did not fit, quantise weights once, and log what is measured."""
     with trainer_config(config):
         init(trainer, config)
     watch_steps(trainer)
     quantize_once(trainer, weights_of(trainer.model_parts, compiles_model(config)))
+    telemetry.log_steps(trainer)
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")

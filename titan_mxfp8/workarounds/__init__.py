@@ -30,8 +30,7 @@ HOOKS = {
     "torchtitan.distributed.expert_parallel.ExpertParallel._apply": "not for layers that dispatch their own tokens",
     "torchtitan.models.*.infra.parallelize.apply_fsdp": "FSDP takes no experts that nothing shards, and gathers in FP8",
     "torchtitan.models.*.infra.parallelize.apply_compile": "MoE blocks that dispatch their own tokens are one region",
-    "torchtitan.components.metrics.MetricsProcessor.should_log": "health_every and hopper_rebase_report",
-    "torchtitan.components.checkpoint.CheckpointManager.__init__": "captures a trainer's steps (0.2.2)",
+    "torchtitan.components.checkpoint.CheckpointManager.__init__": "changes what a trainer's steps do (0.2.2)",
     "torchtitan.components.checkpoint.CheckpointManager.close": "destroys the graphs (0.2.2)",
     "torchtitan.components.metrics.WandBLogger.__init__": "a run's name, tags and commit (0.2.2)",
     "torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops": "as _op_sac_save_list (0.3.0)",
@@ -39,7 +38,7 @@ HOOKS = {
     "torchtitan.trainer.wrap_with_cuda_graph": "no capture where the host waits; health runs eagerly (0.3.0)",
     "torchtitan.*.apply_fsdp_to_decoder": "as apply_fsdp (0.3.0)",
     "torchtitan.trainer.Trainer.close": "destroys the graphs (0.3.0)",
-    "torchtitan.trainer.Trainer.__init__": "its config is known to the model that it builds (0.3.0)",
+    "torchtitan.trainer.Trainer.__init__": "its model knows its config; changes what its steps do (0.3.0)",
 }
 
 _left_out: set[str] = set()
