@@ -5,7 +5,8 @@
 
 ``show`` passes on torchrun's output without its own notes and tracebacks, and those of processes that lost the
 connection to one that had ended. All of it goes to FOLDER/<host>-<pid>.log. It says when processes are restarted, for
-which torchrun must log at the level INFO, and on a terminal it shows how far the run is.
+which torchrun must log at the level INFO, and on a terminal it shows how far the run is. Where the disk is full it says
+so once, and the training goes on: torchrun would end if nobody read its output.
 """
 
 import json
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = re.compile(r"(?:\[rank\d+\]: ?)*")  # of --tee, then of torch in a process group
@@ -126,24 +128,43 @@ def show(folder: Path, what: str) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # torchrun heeds them, and what it says then is wanted
-    folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{socket.gethostname()}-{os.getpid()}.log"
+    failed: set[str] = set()
 
-    def noted(log: Path) -> Iterator[str]:
-        with log.open("w") as file:
-            for raw in sys.stdin.buffer:
-                line = raw.decode(errors="replace")
-                print(line, end="", file=file, flush=True)
-                yield line
+    @contextmanager
+    def writing(where: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if where not in failed:
+                failed.add(where)
+                with suppress(OSError):
+                    words = "the training goes on, and what cannot be written is missing there"
+                    tqdm.write(f"watch: {where}: {error.strerror}; {words}", file=sys.stderr)
+
+    def noted() -> Iterator[str]:
+        file = None
+        with writing(f"{log}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = log.open("wb", buffering=0)  # keeps nothing that it could not write
+        for raw in sys.stdin.buffer:
+            with writing(f"{log}"):
+                if file:
+                    file.write(raw)
+            yield raw.decode(errors="replace")
 
     with tqdm(desc=what, unit="step", dynamic_ncols=True, disable=None, postfix=f"log {log}") as bar:
-        for line in shortened(noted(log)):
-            bar.write(line, end="", file=sys.stdout)
-            sys.stdout.flush()
+        for line in shortened(noted()):
+            with writing("standard output"):
+                bar.write(line, end="", file=sys.stdout)
+                sys.stdout.flush()
             if found := TOTAL.search(line):
                 bar.total = int(found[1])
             if found := STEP.search(line):
                 bar.update(int(found[1]) - bar.n)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.close()  # else Python tries again to write what is left, and fails
 
 
 def main(argv: Sequence[str]) -> None:

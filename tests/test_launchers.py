@@ -4,6 +4,7 @@ use."""
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,31 @@ def test_watch_reads_what_was_printed_where_no_whole_error_is_recorded(recorded:
     (folder / "stderr.log").write_text(f"{TRACEBACK}OSError: No space left on device\n")
     (folder / "stdout.log").touch()
     assert call("watch", "cause", tmp_path).startswith("OSError: No space left on device (local rank 0: ")
+
+
+@pytest.mark.parametrize("full", ["log", "stdout", "log stdout", "log stdout stderr"])
+def test_watch_goes_on_where_the_disk_is_full(full: str, tmp_path: Path) -> None:
+    """What it watches prints more than a pipe holds, and would die of one that nobody reads."""
+    out, err, log = tmp_path / "out", tmp_path / "err", tmp_path / "logs" / f"{socket.gethostname()}-$BASHPID.log"
+    (tmp_path / "logs").mkdir()
+    redirected = f">{'/dev/full' if 'stdout' in full else out} 2>{'/dev/full' if 'stderr' in full else err}"
+    command = f"""set -o pipefail
+        (seq 20000 && touch {tmp_path}/ended) | (
+            {f"ln -s /dev/full {log}" if "log" in full else ""}
+            exec {sys.executable} scripts/watch.py show {tmp_path / "logs"} {redirected}
+        )"""
+    done = shell("bash", "-c", command, PYTHONUNBUFFERED="")
+    assert done.returncode == 0 and (tmp_path / "ended").exists(), done.stderr
+    everything = "".join(f"{number}\n" for number in range(1, 20001))
+    if "stdout" not in full:
+        assert out.read_text() == everything
+    if "log" not in full:
+        (written,) = (tmp_path / "logs").iterdir()
+        assert written.read_text() == everything
+    if "stderr" not in full:
+        said = err.read_text().splitlines()
+        assert len(said) == len(full.split()), said
+        assert all("No space left on device; the training goes on" in line for line in said)
 
 
 def test_train_multinode_gives_torchrun_the_rendezvous() -> None:
