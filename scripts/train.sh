@@ -5,7 +5,7 @@
 #     CONFIG=train_configs/debug_deepseek_v3.toml NGPU=2 ./scripts/train.sh --training.steps=100
 #
 # Trailing flags go to TorchTitan. Relative paths in them and in the TOML lead from the current folder, with a TOML of
-# the repository from the repository.
+# the repository from the repository. TensorBoard is on, whatever the TOML says: its logs are what is compared.
 #
 # Environment:
 #     CONFIG   a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
@@ -28,7 +28,7 @@ NGPU=${NGPU:-1} RUNS=${RUNS:-bf16 mxfp8}
 out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%S)}")
 
 torchrun_flags() { torchrun=(--standalone); }
-train_runs "$config" "$out" "$@"
+train_runs "$config" "$out" --metrics.enable_tensorboard "$@"
 
 if [[ $RUNS = *bf16* && $RUNS = *mxfp8* && $DRYRUN != 1 ]]; then
     python scripts/study/compare_runs.py "$out/bf16" "$out/mxfp8" --out "$out"

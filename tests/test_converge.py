@@ -364,3 +364,20 @@ def test_a_study_kills_goes_on_and_compares(tmp_path: Path, monkeypatch: pytest.
     assert rows["step", "MXFP8"]["largest gap"] == "0.5" and rows["dead", "MXFP8"]["losses"] == "equal"
     assert (rows["rerun", "bf16"]["losses"], rows["rerun", "MXFP8"]["losses"]) == ("", "equal")
     assert rows["nan, again", "bf16"]["what it did"] == "Training starts at step 5"
+
+    old = tmp_path / "runs" / "MXFP8-whole"
+    old.mkdir()
+    with pytest.raises(SystemExit, match="losses differ"):  # goes on to train
+        recovery.main(["--out", str(tmp_path)])
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("theirs", ["runs/bf16/log", "data.csv"])
+def test_a_study_of_kills_leaves_what_others_made(theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery.Study, "make", lambda study: None)
+    kept = tmp_path / theirs
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.touch()
+    with pytest.raises(SystemExit, match=r"is not of an earlier call, .*: remove it, or name another --out"):
+        recovery.main(["--out", str(tmp_path)])
+    assert kept.is_file()

@@ -20,13 +20,14 @@ pytestmark = pytest.mark.integration
 
 
 def test_train_runs_bf16_and_then_the_config_as_it_is() -> None:
+    """With TensorBoard, which a TOML may have off: its logs are compared."""
     settings = {"DRYRUN": "1", "NGPU": "2", "OUT": "x", "WANDB_RUN_NAME": "n", "LAUNCH": "now", "LOG_RANK": "0,1"}
     result = shell("scripts/train.sh", "--training.steps=3", **settings)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         f"+ WANDB_RUN_NAME=n torchrun --standalone --nproc-per-node=2 --log-dir=x/{run}/logs/now --tee=3 "
         "--role=rank --local-ranks-filter=0,1 -m torchtitan.train --job.config_file=train_configs/debug_llama4.toml "
-        f"--job.dump_folder=x/{run}{converters} --training.steps=3"
+        f"--job.dump_folder=x/{run}{converters} --metrics.enable_tensorboard --training.steps=3"
         for run, converters in (("bf16", " --model.converters="), ("mxfp8", ""))
     ]
 
@@ -454,7 +455,8 @@ def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_pat
 def test_the_launcher_calls_either_torchtitan() -> None:
     settings = {"TITAN": "0.3", "CONFIG": "debug_qwen3", "OUT": "o", "DRYRUN": "1"}
     bf16, mxfp8 = shell("scripts/train.sh", "--training.steps=3", **settings).stdout.splitlines()
-    both = "--module=titan_mxfp8.titan03 --config=debug_qwen3 --dump_folder=o/{} --training.steps=3"
+    both = "--module=titan_mxfp8.titan03 --config=debug_qwen3 --dump_folder=o/{} --metrics.enable_tensorboard"
+    both += " --training.steps=3"
     assert bf16.endswith(f"-m torchtitan.train {both.format('bf16')}")
     overrides = "titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears"
     assert mxfp8.endswith(f"-m torchtitan.train --override.imports {overrides} {both.format('mxfp8')}")

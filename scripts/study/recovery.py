@@ -9,8 +9,8 @@ DeepSeek-V3's debug model, FSDP and EP over all processes, on GPUs or CPUs; with
     nan                 a token's embedding is NaN in one step; then once more from the checkpoint before it
     dead, collapse      an expert gets no token for many steps, then may again; all tokens go to experts of one rank
 
-Writes data.csv, a row for each case and run, and env.json; runs are in OUT/runs, and each call makes its own. Exit
-status 1 where a run that went on has other losses than one that nobody killed.
+Writes data.csv, a row for each case and run, and env.json; runs are in OUT/runs, and each call makes its own in the
+place of an earlier one's. Exit status 1 where a run that went on has other losses than one that nobody killed.
 """
 
 import argparse
@@ -46,6 +46,20 @@ FAULTS = {"collapse": "runs again", "nan": "loss: +nan", "dead": "got no tokens"
 STEPS, EVERY = 8, 2  # of a run, and between its checkpoints
 FAULT = 5  # the step with a fault, or that is killed: the last checkpoint is of the one before
 REVIVED = 4  # steps after those in which an expert got nothing
+OURS = "made_by_recovery"  # a file in OUT/runs of a call of this script
+
+
+def begin_anew(out: Path) -> None:
+    """Makes OUT/runs, in the place of an earlier call's. Raises ValueError if OUT has runs or results of anything else,
+    such as of a benchmark."""
+    runs = out / "runs"
+    for path in (runs, out / "data.csv", out / "env.json"):
+        if path.exists() and not (runs / OURS).is_file():
+            raise ValueError(f"{path} is not of an earlier call, and would be lost: remove it, or name another --out")
+    if runs.exists():
+        shutil.rmtree(runs)
+    runs.mkdir(parents=True)
+    (runs / OURS).touch()
 
 
 def read_steps(path: Path) -> pd.DataFrame:
@@ -179,8 +193,8 @@ def main(argv: Sequence[str]) -> None:
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
     device, rows, of_bf16 = "cuda" if torch.cuda.is_available() else "cpu", [], {}
-    shutil.rmtree(args.out / "runs", ignore_errors=True)
     with ends_in_words("recovery", "the same command begins again"), Starter(args.ngpu, args.out / "runs") as starter:
+        begin_anew(args.out)
         for kind in KINDS:
             study = Study(kind, args, starter, of_bf16)
             try:
