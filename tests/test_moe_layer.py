@@ -353,6 +353,19 @@ def test_numbers_may_be_arguments_of_compiled_code(monkeypatch: pytest.MonkeyPat
     wanted.reset()
 
 
+def test_of_one_rank_rows_are_those_of_the_calls_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ``max_tokens`` this call or another one names: layers of one process share what is reserved."""
+    wanted = choose("auto", None, torch.device("cpu"))[0].shared.wanted
+    monkeypatch.setattr(wanted, "raises", False)
+    layer, seen = make_layer(), []
+    look_at(monkeypatch, moe_config, "bound", after=lambda made, *_: seen.append(made))
+    outputs = [mxfp8_moe(**layer, rows=0.5, max_tokens=most) for most in (None, 8 * T, None)]
+    assert seen == [bounds.bound(0.5, T, K, 1, E)] * 3 and seen[0] < T * K
+    assert all(torch.equal(outputs[0], out) for out in outputs[1:])
+    assert not torch.equal(outputs[0], mxfp8_moe(**layer))
+    wanted.reset()
+
+
 def test_knows_its_shapes_and_flops_without_data() -> None:
     layer = {name: tensor.detach().to("meta") for name, tensor in make_layer().items()}
     for name in ("x", "scores", "w1", "w3"):

@@ -1,6 +1,7 @@
 """``mxfp8_grouped_mm`` and ``mxfp8_linear``: composition of the GEMMs, gradients, compile, and what bad input gets."""
 
 import weakref
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -15,11 +16,15 @@ from watch import look_at, saved_tensors
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
+from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.reference import gemm_k_grouped, gemm_m_grouped, specs
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library
+from titan_mxfp8.ops.config import config_of
+from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.ops.grouped_experts import grouped_experts
 from titan_mxfp8.ops.matmul import SUMMED_ROWS, sum_rows
 from titan_mxfp8.recipe import BF16, Recipe, get_recipe
 
@@ -338,6 +343,36 @@ def test_without_grad_only_what_forward_needs_is_quantised(recipe: str) -> None:
     assert ours == ["titan_mxfp8.quantize.default"] * 2 + ["titan_mxfp8.gemm_m_grouped.default"]
 
 
+# How often what is called, by recipe and inputs with gradients: the backend's quantisers of one axis and of both, and
+# its GEMMs that make rows and weights' gradients.
+CALLS = {
+    "mxfp8": {"x w": (2, 2, 2, 1), "x": (4, 0, 2, 0), "w": (2, 1, 1, 1), "bias": (2, 0, 1, 0)},
+    "mxfp8_2d": {"x w": (0, 3, 2, 1), "x": (2, 1, 2, 0), "w": (2, 1, 1, 1), "bias": (2, 0, 1, 0)},
+}
+
+
+@pytest.mark.parametrize("recipe, needed", [(recipe, needed) for recipe in CALLS for needed in CALLS[recipe]])
+def test_gradients_that_nobody_needs_are_not_computed(
+    recipe: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, names = make_problem(), needed.split()
+
+    def gradients(names: list[str]) -> list[torch.Tensor]:
+        x, w, bias = (problem[name].detach().requires_grad_(name in names) for name in ("x", "w", "bias"))
+        y = mxfp8_grouped_mm(x, w.mT, problem["offs"], bias, recipe=recipe)
+        y.backward(problem["dy"])
+        return [t.grad for t in (x, w, bias)]
+
+    expected = gradients(["x", "w", "bias"])
+    calls = Counter()
+    functions = "quantize", "quantize_both", "gemm_m_grouped", "gemm_k_grouped"
+    for function in functions:
+        look_at(monkeypatch, reference_backend, function, lambda *_, name=function: calls.update([name]))
+    for name, grad, value in zip(("x", "w", "bias"), gradients(names), expected, strict=True):
+        assert torch.equal(grad, value) if name in names else grad is None
+    assert tuple(calls[function] for function in functions) == CALLS[recipe][needed]
+
+
 @pytest.mark.parametrize("recipe", CANONICAL)
 def test_a_weight_that_is_not_kept_is_quantised_again(recipe: str) -> None:
     """The same bits either way; and of 32x32 blocks nothing in FP8 is alive between forward and backward."""
@@ -402,6 +437,29 @@ def test_any_strides(layer: str, recipe: str) -> None:
 
     dy = torch.ones(()).expand(40, N)
     assert all(map(torch.equal, run(x, w, dy), run(x.contiguous(), w.contiguous(), dy.contiguous())))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("layer", ["grouped", "experts"])
+def test_any_strides_of_few_rows_in_bf16(layer: str, rows: int) -> None:
+    """The control's operands are multiplied as they are, and torch takes them for contiguous with any strides."""
+    offs, w, w2 = make_offs([0, rows]), torch.randn(2, N, K).bfloat16(), torch.randn(2, K, N).bfloat16()
+
+    def run(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weights = x.detach().requires_grad_(), [t.clone().requires_grad_() for t in (w, w, w2)]
+        if layer == "grouped":
+            y = mxfp8_grouped_mm(x, weights[0].mT, offs, recipe="bf16")
+            y = mxfp8_grouped_mm(y, weights[2].mT, offs, recipe="bf16")
+        else:
+            y = grouped_experts(x, Weights(*weights), offs, config_of(BF16.key, "auto", x.device))
+        return y, *torch.autograd.grad(y, (x, weights[0], weights[2]), dy)
+
+    columns_first = torch.randn(2, K, rows).bfloat16().mT
+    x, dy = columns_first.clone(memory_format=torch.contiguous_format)
+    expected = run(x, dy)
+    assert all(map(torch.equal, run(*columns_first), expected))
+    if not rows:
+        assert all(map(torch.equal, run(x.as_strided(x.shape, (0, 1)), dy.as_strided(dy.shape, (0, 1))), expected))
 
 
 def test_autocast_casts_the_inputs_and_not_the_accumulation() -> None:

@@ -73,6 +73,7 @@ def gemm_m_grouped(
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
+    a_MC = a_MC.reshape(-1).view(a_MC.shape)  # torch._grouped_mm heeds the strides of a single row or of none, too
     y_MD = torch._grouped_mm(a_MC, b_ECD, offs=offs)
     row_M = torch.arange(a_MC.shape[0], device=offs.device)
     if bias is not None:

@@ -45,7 +45,7 @@ def bound(factor: float, tokens: int, slots: int, ranks: int, local: int) -> int
 
     Args:
         factor: see ``factor_of``.
-        tokens: T, the most of any rank.
+        tokens: T, the most of any rank; of one rank alone those of the call.
         slots: K.
         ranks: R.
         local: experts on each rank, E / R.

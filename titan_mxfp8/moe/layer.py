@@ -78,7 +78,8 @@ def mxfp8_moe(
         max_tokens: the most tokens that any rank ever has in a call, the same on all ranks and in all layers of the
             group; None: as many as any rank has in the first call. Unless rows are counted, and with ``symmetric``,
             whose buffer has room for so many, more tokens are an error: on the rank that has them, for which the others
-            wait until the process group's timeout; on all with ``symmetric`` and counted rows.
+            wait until the process group's timeout; on all with ``symmetric`` and counted rows. Of one rank alone it is
+            not used: ``rows`` are then those of the call's own T tokens.
         scores_first: scores multiply x, as in llama4, instead of the outputs.
         b1, b3: (E / R, H), added to the pre-activations, or None.
         b2: (E / R, D), added to the experts' outputs, or None.
