@@ -231,6 +231,7 @@ REFUSED = [
     ("llama4_17bx128e_8x8", f"{MX}.hopper_rebase", rf"\[{MX}\] .*is rebased, but backend 'sm100' \(for NVIDIA B200"),
     (LLAMA4, "validation.enable validation.seq_len=16384", "validation.seq_len = 16384 is more than training.seq_len"),
     (LLAMA4, "model.flavor=18b", "no flavor '18b': use one of .*17bx16e"),
+    (LLAMA4, "optimizer.name=AdamX", "optimizer.name = 'AdamX': TorchTitan knows Adam, AdamW"),
     (LLAMA4, "cluster.nodes=0", r"\[cluster\] nodes and gpus_per_node are 1 at least"),
     (LLAMA4, "cluster.gpu=A100", "'A100' is unknown: use one of H20, H100"),
     (LLAMA4, "parallelism.pipeline_parallel_degree=2 cluster.nodes=16", "pipeline.* cannot be checked"),
@@ -284,6 +285,15 @@ def test_a_cluster_captures_cuda_graphs_wherever_its_config_is_checked() -> None
     assert parse_config(str(TOMLS["deepseek_v3_16b_1x8"]), [on]).training.cuda_graph == "on"
     with pytest.raises(ValueError, match="pipeline parallelism: set pipeline_parallel_degree = 1"):
         parse_config(str(TOMLS["deepseek_v3_16b_1x8"]), [on, "--parallelism.pipeline_parallel_degree=2"])
+
+
+def test_a_cluster_whose_gpu_is_not_named_may_capture_cuda_graphs() -> None:
+    on, unknown, bf16 = "--training.cuda_graph=on", "--cluster.gpu=", "--model.converters="
+    for flags in ([on, unknown], [on, "--parallelism.expert_parallel_degree=1", unknown, bf16]):
+        assert parse_config(str(TOMLS["deepseek_v3_16b_1x8"]), flags).training.cuda_graph == "on"
+    with pytest.raises(ValueError, match="pipeline parallelism: set pipeline_parallel_degree = 1"):
+        parse_config(str(TOMLS["deepseek_v3_16b_1x8"]), [on, unknown, "--parallelism.pipeline_parallel_degree=2"])
+    assert check("debug_llama4", on).card is None
 
 
 @pytest.mark.nightly

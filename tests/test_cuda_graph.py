@@ -3,15 +3,16 @@
 import os
 import re
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_plugin import GROUPED, parse
+from test_plugin import GROUPED, convert, parse
 from torchtitan.config import JobConfig
 
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
-from titan_mxfp8.plugin import checks
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, override_hardware
+from titan_mxfp8.plugin import checks, trainer
 from titan_mxfp8.titan import cuda_graph
 from titan_mxfp8.titan.cuda_graph import GIB, WARM_UP, StepGraph, why_not_captured
 
@@ -79,6 +80,44 @@ def test_experts_in_bf16_are_captured_where_torch_does_not_wait(arch: str, monke
             parse_here(ON)
     for flags in ((CONVERT,), ("--model.name=qwen3", "--model.flavor=debugmodel"), ("--model.name=llama3",)):
         assert parse_here(*flags, ON).training.cuda_graph == "on"
+
+
+@pytest.mark.parametrize(
+    "model, arch, ep, fqns, captured",
+    [
+        ("qwen3", "sm_80", 1, "layers.1", False),
+        ("qwen3", "sm_120", 1, "layers.1", False),
+        ("qwen3", "sm_120", 1, "experts", True),
+        ("qwen3", "sm_90", 1, "layers.1", True),
+        ("qwen3", "sm_90", 2, "layers.1", False),
+        ("qwen3", "sm_90", 2, "experts", True),
+        ("gpt_oss", "sm_90", 1, "layers.1", False),
+    ],
+)
+def test_no_capture_where_the_host_waits_for_experts_that_fqns_leave(
+    model: str,
+    arch: str,
+    ep: int,
+    fqns: str,
+    captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trainer, "StepGraph", MagicMock())
+    monkeypatch.setattr(trainer, "group_of", lambda _: None)
+    flavor = "debugmodel_moe_2layers" if model == "qwen3" else "debugmodel_2layers"
+    converted = convert(parse(CONVERT, f"--{GROUPED}.fqns={fqns}"), model, flavor)
+    dims, eager = SimpleNamespace(ep=ep), object()
+    ours = SimpleNamespace(
+        model_parts=[converted], device=torch.device("cpu"), parallel_dims=dims, forward_backward_step=eager
+    )
+    with override_hardware(Hardware(arch, "NVIDIA")):
+        trainer._capture(ours, required=False)
+        assert (ours.forward_backward_step is not eager) == captured
+        assert ("(training.cuda_graph = 'auto') with experts that fqns leave in bf16" in caplog.text) != captured
+        if not captured:
+            with pytest.raises(ValueError, match="'on' does not work with experts that fqns leave in bf16"):
+                trainer._capture(ours, required=True)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture, cap
         ("--nonesuch=1", "FAILED: train_configs/debug_llama4.toml, see above"),
         ("--model.flavor=nope", "llama4 has no flavor 'nope'"),
         ("--training.seq_len=0", "training.seq_len = 0: it must be at least 1"),
+        ("--optimizer.name=AdamX", "optimizer.name = 'AdamX': TorchTitan knows Adam, AdamW"),
         ("--quantize.grouped_mm.mx.fqns=exprts", "no expert module matches fqns ['exprts']"),
         ("--activation_checkpoint.mode=memory_budget", "mode = 'memory_budget' works in a compiled model only"),
         ("--model.flavor=17bx16e_irope", "attention of kind flex, with which TorchTitan trains"),

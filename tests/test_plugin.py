@@ -29,7 +29,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
-from titan_mxfp8.plugin import flavors
+from titan_mxfp8.plugin import checks, flavors
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.flavors import register_flavors
@@ -211,6 +211,7 @@ def test_a_config_without_our_fields_is_left_alone(monkeypatch: pytest.MonkeyPat
         (f"--model.converters=quantize.linear.float8,{GROUPED}", "mixes quantisation formats"),
         (f"{EXPERTS},quantize.nope.mx", r"has 'quantize.nope.mx', which nobody registered: use"),
         (f"{EXPERTS} --quantize.health_every=5", "5 has nowhere to log to: set metrics.enable_tensorboard"),
+        ("--optimizer.name=AdamX", "optimizer.name = 'AdamX': TorchTitan knows Adam, AdamW"),
         ("--model.hf_assets_path=/nonexistent", "holds no tokenizer.*make_data.py"),
         ("--training.dataset_path=/nonexistent", r"holds no data.jsonl.*make_data.py"),
     ],
@@ -367,6 +368,25 @@ def test_a_run_that_cannot_start_is_refused_when_parsed(tmp_path: Path, monkeypa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'c4' is streamed .*HF_HUB_OFFLINE.*dataset=c4_test"):
         ConfigManager().parse_args([PLUGIN, ASSETS[0], "--training.dataset=c4", f"--job.dump_folder={tmp_path}"])
+
+
+@pytest.mark.parametrize("model", checks.MODELS)
+def test_optimizers_that_torchtitan_knows_are_taken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And any other of a model that builds its own, or may be another one of that name."""
+    dims, build = ParallelDims(*[1] * 7, world_size=1), get_train_spec(model).build_optimizers_fn
+    part = nn.Module()
+    part.layers, part.weight = nn.ModuleDict(), nn.Parameter(torch.ones(1))
+    for name in checks.OPTIMIZERS:
+        config = parse(f"--model.name={model}", f"--optimizer.name={name}").optimizer
+        assert type(next(iter(build([part], config, dims)))).__name__ == name
+    config.name = "AdamX"
+    with pytest.raises(NotImplementedError, match="AdamX not added"):
+        build([part], config, dims)
+    flags = f"--model.name={model}", "--optimizer.name=AdamX"
+    parse(*flags, "--experimental.custom_import=later")
+    own = replace(get_train_spec(model), build_optimizers_fn=lambda *_: None)
+    monkeypatch.setitem(train_spec._extra_train_specs, model, own)
+    parse(*flags)
 
 
 @pytest.mark.parametrize("converters", ["", GROUPED])

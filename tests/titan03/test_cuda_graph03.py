@@ -12,6 +12,7 @@ from test_titan03 import EXPERTS, LINEARS, build, config
 from torchtitan.config.override import OverrideConfig
 from torchtitan.trainer import Trainer
 
+from titan_mxfp8.backends.hardware import Hardware, override_hardware
 from titan_mxfp8.titan03 import cuda_graph
 
 BATCH = (torch.ones(2), torch.zeros(2), torch.tensor(2), {"positions": torch.arange(2)})
@@ -112,6 +113,18 @@ def test_nothing_is_captured_where_the_host_waits(
         assert said == off and trainer.config.training.disable_cuda_graphs
         assert words in caplog.text or not off
         caplog.clear()
+
+
+@pytest.mark.parametrize("arch, fqns, captured", [("sm_80", "layers.1", False), ("sm_90", "layers.1", True)])
+def test_nothing_is_captured_where_experts_in_bf16_wait(
+    arch: str, fqns: str, captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with override_hardware(Hardware(arch, "NVIDIA")):
+        for names, expected in ((fqns, captured), ("experts", True)):
+            trainer = FakeTrainer(parallel("qwen3", (EXPERTS, BOUNDED | {"fqns": names})))
+            trainer.config.parallelism.expert_parallel_degree = 1
+            assert wrapped(trainer, monkeypatch)() == ("ours" if expected else "eager")
+    assert ("waits on this GPU for the rows of layers.0.moe.routed_experts" in caplog.text) != captured
 
 
 @pytest.mark.parametrize("attention, step", [("varlen", "eager"), ("flex", "TorchTitan's")])

@@ -134,6 +134,16 @@ def test_converters_do_what_overrides_do() -> None:
     assert saved["linears"]["filter_fqns"] == ["attention", "lm_head"]
 
 
+def test_a_config_says_what_each_of_two_converters_of_linears_converts() -> None:
+    exact = MXFP8Linears.Config(recipe="mxfp8_2d", filter_fqns=["attention", "lm_head", "router.gate"])
+    spec = deepseek_v3.model_registry("debugmodel", converters=[exact, MXFP8Linears.Config(recipe="mxfp8")])
+    with torch.device("meta"):
+        recipes = {name: module.mxfp8.recipe.name for name, module in converted(spec.model.build()).items()}
+    assert recipes["layers.0.feed_forward.w1"] == "mxfp8_2d" and recipes["layers.0.attention.wo"] == "mxfp8"
+    saved = copy.deepcopy(spec.model).to_dict()["mxfp8"]
+    assert {name: each["recipe"] for name, each in saved.items()} == {"linears": "mxfp8_2d", "linears_2": "mxfp8"}
+
+
 def test_experts_are_converted_once() -> None:
     spec = deepseek_v3.model_registry("debugmodel", converters=[MXFP8Linears.Config(), MXFP8Experts.Config()])
     with pytest.raises(ValueError, match="this model's experts have a converter or an override already"):

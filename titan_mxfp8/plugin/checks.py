@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.components.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs, model_converter
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_mxfp8 import backends, workarounds
 from titan_mxfp8.arguments import check_types
@@ -26,6 +27,7 @@ from titan_mxfp8.plugin.flavors import is_study_flavor, register_flavors
 from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.titan.cuda_graph import waits_in_bf16
 from titan_mxfp8.titan.dispatch import dispatches, refusal
 from titan_mxfp8.titan.fields import check_fields, compiles_model
 from titan_mxfp8.workarounds.patch import around
@@ -35,18 +37,20 @@ logger = logging.getLogger(__name__)
 # These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
 MODELS = ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3")  # of TorchTitan, which were tried
+OPTIMIZERS = ("Adam", "AdamW")  # that build_optimizers of TorchTitan knows, in a local variable
 NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # in a TOML
 
 
-def check_job_config(job_config: JobConfig) -> None:
+def check_job_config(job_config: JobConfig, knows_gpu: bool = True) -> None:
     """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use; the
     types of all fields are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which
-    saves the config, and registers the study flavors where the config asks for them.
+    saves the config, and registers the study flavors where the config asks for them. Without ``knows_gpu`` it is not
+    known what it will be trained on, and CUDA graphs are not refused for that.
 
     ``--model.converters=`` (nothing behind the sign) means no converters. Raises ValueError: a converter that nobody
     registered, MXFP8 beside another quantisation, an unknown recipe or backend, a backend without rebase, a report on
     it or on health that cannot be, fields of dispatch that contradict each other, activation checkpointing or
-    compilation that TorchTitan is known to fail at."""
+    compilation that TorchTitan is known to fail at, an optimizer that it does not know."""
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
@@ -98,7 +102,8 @@ def check_job_config(job_config: JobConfig) -> None:
             f"torch {torch.__version__} (\"'Tensor' object has no attribute '_local_tensor'\" in backward), with or "
             "without converters. Use torch 2.11 to 2.13, compile.enable = false, or compile.components = ['loss']"
         )
-    check_cuda_graph(job_config)
+    check_optimizer(job_config)
+    check_cuda_graph(job_config, hardware_of(training_device()) if knows_gpu else None)
     workarounds.apply("hide_grouped_mm_warning", GROUPED_MM in converters)
 
 
@@ -128,14 +133,23 @@ def check_converters(job_config: JobConfig) -> None:
         )
 
 
-def check_cuda_graph(job_config: JobConfig) -> None:
+def check_optimizer(job_config: JobConfig) -> None:
+    """Raises ValueError of an optimizer that TorchTitan does not know, unless the model builds its own, as one that
+    ``custom_import`` is yet to bring may do."""
+    builder, name = getattr(_known_spec(job_config), "build_optimizers_fn", None), job_config.optimizer.name
+    is_titans = builder in (build_optimizers, build_optimizers_with_moe_load_balancing)
+    if is_titans and not job_config.experimental.custom_import and name not in OPTIMIZERS:
+        raise ValueError(f"optimizer.name = {name!r}: TorchTitan knows {', '.join(OPTIMIZERS)}")
+
+
+def check_cuda_graph(job_config: JobConfig, hardware: Hardware | None) -> None:
     """Switches ``auto`` off where steps cannot be captured, with a log line that says why, and tells NCCL to register
-    no memory for graphs, which torch's expandable segments are not made for. Raises ValueError: ``on`` where a step
-    cannot be captured."""
+    no memory for graphs, which torch's expandable segments are not made for. ``hardware``: None if it is not known.
+    Raises ValueError: ``on`` where a step cannot be captured."""
     training = job_config.training
     if training.cuda_graph == "off":
         return
-    reason = graph_obstacle(job_config)
+    reason = graph_obstacle(job_config, hardware)
     if training.cuda_graph == "auto" and (reason := reason or _untried(job_config)):
         if training_device().type == "cuda":
             logger.info(f"MXFP8: no CUDA graphs (training.cuda_graph = 'auto') with {reason}")
@@ -154,11 +168,11 @@ def _untried(job_config: JobConfig) -> str:
     return f"{found[0]}, with which it was never tried: set cuda_graph = 'on' to try" if found else ""
 
 
-def graph_obstacle(job_config: JobConfig) -> str:
+def graph_obstacle(job_config: JobConfig, hardware: Hardware | None) -> str:
     """What in a config keeps a step from being captured, and what to do, in words; nothing where it can be, but for
-    experts that ``fqns`` leave in bf16, which only the capture finds."""
-    parallelism, hardware = job_config.parallelism, hardware_of(training_device())
-    if hardware.capability is None:
+    experts that ``fqns`` leave in bf16, which plugin/trainer.py finds in the model."""
+    parallelism = job_config.parallelism
+    if hardware is not None and hardware.capability is None:
         return f"training on {hardware.name}: it needs NVIDIA GPUs"
     for name in ("pipeline", "tensor", "context"):
         if (degree := getattr(parallelism, f"{name}_parallel_degree")) > 1:
@@ -185,7 +199,7 @@ def graph_obstacle(job_config: JobConfig) -> str:
     if job_config.model.name == "gpt_oss" and not ours:
         return f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'"
     in_bf16 = GROUPED_MM not in job_config.model.converters and _has_experts(job_config)
-    if in_bf16 and hardware.capability[0] not in (9, 10):
+    if in_bf16 and hardware is not None and waits_in_bf16(hardware):
         return (
             f"experts in bf16 on {hardware.name}, where the host waits for their rows: torch._grouped_mm does without "
             f"on SM90 and SM100. Convert experts ({GROUPED_MM})"
@@ -210,8 +224,13 @@ def _has_experts(job_config: JobConfig) -> bool:
 
 
 def _known_args(job_config: JobConfig) -> BaseModelArgs | None:
+    spec = _known_spec(job_config)
+    return spec and spec.model_args.get(job_config.model.flavor)
+
+
+def _known_spec(job_config: JobConfig) -> TrainSpec | None:
     try:
-        return get_train_spec(job_config.model.name).model_args.get(job_config.model.flavor)
+        return get_train_spec(job_config.model.name)
     except ValueError:
         return None
 

@@ -5,12 +5,16 @@ import logging
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
+from torchtitan.models.moe.moe import GroupedExperts
 
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.job_config import has_our_fields
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of, waits_for_rows
+from titan_mxfp8.recipe import GROUPED_MM
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of, waits_for_rows, waits_in_bf16
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan.telemetry import log_steps
@@ -46,6 +50,12 @@ def _capture(trainer: Any, required: bool) -> None:
     if waits_for_rows(model):
         logger.info("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
         return
+    if _waits_for_bf16(trainer, model):
+        reason = f"experts that fqns leave in bf16, for whose rows the host waits: convert all ([{GROUPED_MM}] fqns)"
+        if required:
+            raise ValueError(f"training.cuda_graph = 'on' does not work with {reason}, or set cuda_graph = 'off'")
+        logger.info(f"MXFP8: no CUDA graphs (training.cuda_graph = 'auto') with {reason}")
+        return
     graph = StepGraph(step, model, trainer.device, group_of(trainer), required)
 
     def forward_backward_step(
@@ -55,6 +65,15 @@ def _capture(trainer: Any, required: bool) -> None:
 
     setattr(trainer, GRAPH, graph)
     trainer.forward_backward_step = forward_backward_step
+
+
+def _waits_for_bf16(trainer: Any, model: nn.Module) -> bool:
+    """Whether the host waits for the rows of experts that were not converted: as TorchTitan dispatches their tokens, as
+    they are gpt_oss's, or on GPUs where torch._grouped_mm waits."""
+    titans = [each for each in model.modules() if isinstance(each, GroupedExperts | GptOssGroupedExperts)]
+    left = [each for each in titans if not isinstance(each, RoutedExperts)]
+    wait = trainer.parallel_dims.ep > 1 or waits_in_bf16(hardware_of(trainer.device))
+    return any(wait or isinstance(each, GptOssGroupedExperts) for each in left)
 
 
 @around("torchtitan.components.checkpoint.CheckpointManager.close")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.ops import observe
 from titan_mxfp8.titan.dispatch import GIB, LAYERS
 
@@ -237,6 +238,12 @@ def waits_for_rows(model: nn.Module) -> bool:
     the memory, so that rows are counted from then on."""
     layers = getattr(model, LAYERS, None)
     return layers is not None and layers.ranks > 1 and layers.rows == "counted"
+
+
+def waits_in_bf16(hardware: Hardware) -> bool:
+    """Whether the host waits on this NVIDIA GPU for the rows of experts in bf16. torch._grouped_mm does without on SM90
+    and SM100."""
+    return hardware.capability is not None and hardware.capability[0] not in (9, 10)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -71,9 +71,11 @@ class _Converter(QuantizationConverter):
             return model
 
         def to_dict(own: BaseModel.Config) -> dict:
-            """What a run saves of its config says what is converted, too."""
-            saved = cls.to_dict(own)
-            return saved | {"mxfp8": saved.get("mxfp8", {}) | {self.kind: self.config.to_dict()}}
+            """What a run saves of its config says what is converted, too; by a second converter of linears as
+            ``linears_2``."""
+            saved, number = cls.to_dict(own), getattr(cls, CONVERTED, ()).count(self.kind) + 1
+            name = self.kind if number == 1 else f"{self.kind}_{number}"
+            return saved | {"mxfp8": saved.get("mxfp8", {}) | {name: self.config.to_dict()}}
 
         def reduce(own: BaseModel.Config, protocol: int) -> tuple:
             """For pickle and deepcopy, which would look for the class by its name: it is made at run time."""

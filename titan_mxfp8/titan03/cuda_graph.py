@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor
 from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
 from torchtitan.models.common.attention import VarlenAttention
-from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import ConvertedModule
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of, waits_in_bf16
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
 from titan_mxfp8.workarounds.patch import around
 
@@ -87,6 +88,10 @@ def obstacle(trainer: Trainer) -> str:
     (model,) = trainer.model_parts
     if any(isinstance(module, VarlenAttention) for module in model.modules()):
         return "attention of kind varlen, whose tensors change size with a batch's documents: take attn_backend='flex'"
+    if waits_in_bf16(hardware_of(trainer.device)):
+        for name, layer in model.named_modules():
+            if isinstance(layer, GroupedExperts) and not isinstance(layer, ConvertedModule):
+                return f"the host waits on this GPU for the rows of {name}, which is in bf16: convert all experts"
     if trainer.config.parallelism.expert_parallel_degree == 1:
         return ""
     waiting = AllToAllTokenDispatcher, DeepEPTokenDispatcher

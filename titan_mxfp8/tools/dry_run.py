@@ -77,7 +77,7 @@ class ClusterConfigManager(LocalConfigManager):
     def _validate_config(self) -> None:
         check_types(self.config, skip=checks.NUMBER_AS_STRING)  # before its GPU's name is looked at
         with cluster_gpu(self.config):
-            checks.check_job_config(self.config)
+            checks.check_job_config(self.config, knows_gpu=self.config.cluster.gpu in CLUSTER_GPUS)
 
 
 def cluster_gpu(job_config: JobConfig) -> AbstractContextManager:
