@@ -9,7 +9,7 @@ import torch
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8 import MXTensor, quantize
 from titan_mxfp8.format import mx, reference
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand, OperandSpec, interleave, separate
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -408,6 +408,21 @@ def test_rebased_groups_start_at_multiples_of_128() -> None:
         assert torch.equal(values[:, start : start + len(group)], alone[:, : len(group)])
     assert values.count_nonzero() == sum(sizes) * 40
     assert reference.padded_ends(make_offs(sizes), 128).tolist() == [128, 128, 384, 512]
+
+
+@pytest.mark.parametrize("features", [128, 384])
+def test_interleaved_operands_lie_block_by_block(features: int) -> None:
+    """And as others do where they are separated: kernels take no strides of an operand."""
+    spec = OperandSpec(block_k=128, scales="mn_major")
+    pair = [reference.quantize(torch.randn(5, features), 1, spec, None) for _ in range(2)]
+    both = interleave(*pair)
+    assert both[0].data is both[1].data and both[0].data.is_contiguous()
+    blocks = [x.data.view(torch.uint8).split(128, 1) for x in pair]
+    assert torch.equal(
+        both[0].data.view(torch.uint8), torch.cat([x for two in zip(*blocks, strict=True) for x in two], 1)
+    )
+    for apart, one in zip(separate(*both), pair, strict=True):
+        assert apart.data.is_contiguous() and torch.equal(bits(apart.data), bits(one.data)) and apart.scale is one.scale
 
 
 def test_values_in_bf16_are_those_of_the_groups_and_stay_where_they_are() -> None:

@@ -23,6 +23,9 @@ from titan_mxfp8.moe import bounds, choose
 from titan_mxfp8.moe import config as moe_config
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.config import config_of
+from titan_mxfp8.ops.grouped_experts import grouped_experts
+from titan_mxfp8.recipe import get_recipe
 
 T, D, H, E, K = 300, 96, 160, 6, 3
 RECIPE_NAMES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
@@ -290,6 +293,17 @@ def test_rows_of_the_gradient_are_there_for_one_gemm_alone(monkeypatch: pytest.M
     assert alive == [False]
 
 
+def test_the_sums_of_biases_find_u_freed_unless_it_holds_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    us: list[weakref.ref] = []
+    alive: list[bool] = []
+    look_at(monkeypatch, reference_backend, "swiglu_backward", lambda inputs, *_: us.append(weakref.ref(inputs[2])))
+    look_at(monkeypatch, experts, "bf16_values", lambda *_: alive.extend(ref() is not None for ref in us[-1:]))
+    for h in (H, 128):
+        us.clear()
+        mxfp8_moe(**make_layer(biases=True, h=h), recipe="mxfp8_rebased").sum().backward()
+    assert alive == [False, False, True, True], "of b1 and b3"
+
+
 def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor holds operators to the strides that their fakes name. Its code holds what it gives an operator until
     that returns: w2 is gone before SwiGLU's backward, which needs the most memory, and the pre-activations before the
@@ -335,6 +349,24 @@ def test_what_operators_share_with_compiled_code(recipe: str, biases: bool, h: i
     check_compiled(layer, torch.randn(T, D).bfloat16(), recipe, "inductor")
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8_rebased", "mxfp8_wgrad_bf16"])
+def test_compiled_calls_that_are_alike_have_each_their_own_u(recipe: str) -> None:
+    """Of sorted rows: the same weights, offsets and output gradient, of which a compiler could make one u."""
+    config = config_of(get_recipe(recipe).key, "auto", torch.device("cpu"))
+    layer, offs = make_layer(h=128), torch.tensor([40, 40, 90, 200, 250, 300], dtype=torch.int32)
+    names, one, other = ("w1", "w3", "w2"), *torch.randn(2, T, D).bfloat16()
+
+    def both(one: torch.Tensor, other: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return sum(grouped_experts(x, experts.Weights(*weights), offs, config) for x in (one, other))
+
+    gradients, dy = [], torch.randn(T, D).bfloat16()
+    for function in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
+        inputs = [x.detach().clone().requires_grad_() for x in (one, other, *(layer[name] for name in names))]
+        gradients.append(torch.autograd.grad(function(*inputs), inputs, dy))
+    for name, eager, compiled in zip(("one", "other", *names), *gradients, strict=True):
+        assert torch.equal(eager, compiled), name
+
+
 def test_numbers_may_be_arguments_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo makes a symbol of a number that changes, and of every one if it is told so. Some rows do not fit."""
     wanted = choose("auto", None, torch.device("cpu"))[0].shared.wanted  # other tests' too
@@ -366,6 +398,21 @@ def test_of_one_rank_rows_are_those_of_the_calls_own_tokens(monkeypatch: pytest.
     wanted.reset()
 
 
+def test_the_limit_of_sorted_rows_may_be_a_number_that_changes() -> None:
+    config, layer = config_of(get_recipe("mxfp8").key, "auto", torch.device("cpu")), make_layer()
+    weights = experts.Weights(*(layer[name] for name in ("w1", "w3", "w2")))
+    x, offs = torch.randn(T, D).bfloat16(), torch.tensor([40, 40, 90, 200, 250, 300], dtype=torch.int32)
+
+    def run_limited(limit: float) -> torch.Tensor:
+        return grouped_experts(x, weights, offs, config, limit)
+
+    for dynamic in (True, None):
+        torch.compiler.reset()
+        compiled = torch.compile(run_limited, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for limit in (7.0, 0.1, 7.0):
+            assert torch.equal(compiled(limit), run_limited(limit)), (dynamic, limit)
+
+
 def test_knows_its_shapes_and_flops_without_data() -> None:
     layer = {name: tensor.detach().to("meta") for name, tensor in make_layer().items()}
     for name in ("x", "scores", "w1", "w3"):
@@ -378,7 +425,9 @@ def test_knows_its_shapes_and_flops_without_data() -> None:
 
 
 def check_compiled(layer: dict[str, torch.Tensor], dy: torch.Tensor, recipe: str, compiler: str) -> None:
-    """With memory for the worst case a layer is one graph, with the bits of the eager one."""
+    """With memory for the worst case a layer is one graph, with the bits of the eager one. Dynamo compiles a function 8
+    times at most, unless it forgets."""
+    torch.compiler.reset()
 
     def moe(**inputs: torch.Tensor) -> torch.Tensor:
         return mxfp8_moe(**inputs, recipe=recipe, rows="worst_case") * 2

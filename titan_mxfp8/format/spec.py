@@ -224,7 +224,8 @@ def separate(one: Operand, other: Operand) -> tuple[Operand, Operand]:
     if one.data is not other.data:
         return one, other
     blocks = one.data.view(torch.uint8).unflatten(1, (-1, 2, 128)).unbind(2)
-    one_data, other_data = (x.flatten(1).view(one.data.dtype) for x in blocks)
+    # contiguous(): what flatten gives of a single block is a view
+    one_data, other_data = (x.flatten(1).contiguous().view(one.data.dtype) for x in blocks)
     return one._replace(data=one_data), other._replace(data=other_data)
 
 

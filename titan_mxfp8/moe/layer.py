@@ -4,7 +4,6 @@ T tokens here, K experts each of E in all, which R ranks share; M rows for those
 ``titan_mxfp8/dispatch.md`` draws the way of a token, and says what is saved.
 """
 
-import math
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from titan_mxfp8.ops.autograd import exported, is_exporting
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags, plain
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
-from titan_mxfp8.ops.experts import Weights, key_of
+from titan_mxfp8.ops.experts import Weights, constant_of, key_of
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 _MOST_CHECKED = 4096
@@ -153,23 +152,12 @@ def moe(
     # The key takes constants; compiled code may have symbols here.
     most_rows = index((max_tokens or 0) * (slots if scores_first else 1))
     if compiling:
-        rows, limit = (x if x is None or isinstance(x, str) else _constant(x) for x in (rows, limit))
+        rows, limit = (x if x is None or isinstance(x, str) else constant_of(x) for x in (rows, limit))
     name = "" if group is None else group.group_name
     fields = {"transport": transport, "rows": f"{rows}", "most_rows": most_rows, "ranks": ranks, "group": name}
     layer = key_of(MoEConfig, config.key, limit=limit, **fields)
     kept_weight = "itself" if gathered else config.kept_weight
     return _run_moe(x, scores, expert_ids, scores_first, capacity, layer, kept_weight, *weights, *gathered)
-
-
-def _constant(x: float) -> float:
-    """A Python number of what may be a symbol in compiled code, which is then compiled anew for each value. ``float()``
-    keeps a symbol, ``index(int())`` does not: hence two whole numbers. Exact from 2^-7 on, within 2^-60 below. What no
-    fp32 number reaches is infinite."""
-    if x > 1e39:
-        return math.inf
-    upper = index(int(x * 2**30))
-    lower = index(int((x * 2**30 - upper) * 2**30))
-    return (upper + lower / 2**30) / 2**30
 
 
 def _check_call(

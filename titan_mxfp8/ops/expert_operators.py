@@ -96,16 +96,19 @@ class ExpertsFunction(torch.autograd.Function):
         sizes = [g.shape[0], ctx.slots, preactivations[0].shape[1], g.shape[1]]
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         u, dscores_b2, db2, sources, of_g = split(
-            experts_output_gradient(g, handle, kept_w2, weights, b2, ctx.scored, needs, sizes, config),
+            experts_output_gradient(
+                g, handle, kept_w2, weights, b2, preactivations[0], ctx.scored, needs, sizes, config
+            ),
             1,
             ctx.scored and b2 is not None,
             needs[5],
             ctx.gathers,
         )
-        made = experts_hidden_gradients(offs, handle, preactivations, u[0], ctx.scored, needs, config)
-        if counts.u_place is not None:
-            made = [*made[: counts.u_place], *u, *made[counts.u_place :]]
-        del u
+        in_u = [] if counts.u_place is None else [*u]
+        made = experts_hidden_gradients(offs, handle, preactivations, u, ctx.scored, needs, config)
+        if in_u:
+            made = [*made[: counts.u_place], *in_u, *made[counts.u_place :]]
+        del u, in_u
         rowwise, columnwise, h, dscores, biases = split(
             made, counts.rowwise, counts.columnwise, counts.h * needs[2], ctx.scored
         )
@@ -209,6 +212,7 @@ def experts_output_gradient(
     quantized: list[Tensor],
     weights: list[Tensor],
     b2: Tensor | None,
+    gate: Tensor,
     scored: bool,
     needs: list[bool],
     sizes: list[int],
@@ -220,6 +224,8 @@ def experts_output_gradient(
     Args:
         quantized: w2 as ``experts_forward`` has kept it, emptied; or none.
         weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
+        gate: as of ``experts_hidden_gradients``, not read. Compilers make one call of two that are alike, say those of
+            two x with the same experts, offsets and g. Of these each needs a u of its own, which will be overwritten.
         scored: whether the scores have a gradient.
         needs: which gradients of w1, w3, w2, b1, b3 and b2 are wanted.
         sizes: T, K, H and D, for whoever counts FLOPs.
@@ -248,7 +254,7 @@ def experts_output_gradient(
 
 
 @torch.library.register_fake(experts_output_gradient.overload)
-def _(g, handle, quantized, weights, b2, scored, needs, sizes, config):
+def _(g, handle, quantized, weights, b2, gate, scored, needs, sizes, config):
     layer, (*_, hidden, features) = decode(config), sizes
     scores = layer.scores(handle)
     rows = g.shape[0] if scores is None else scores.shape[0]
@@ -265,7 +271,7 @@ def experts_hidden_gradients(
     offs: Tensor,
     handle: list[Tensor],
     preactivations: list[Tensor],
-    u: Tensor,
+    u: list[Tensor],
     scored: bool,
     needs: list[bool],
     config: str,
@@ -275,15 +281,15 @@ def experts_hidden_gradients(
     Args:
         offs: the first tensor of ``handle``.
         preactivations: gate and up, emptied.
-        u: overwritten (``Plan.in_u``). The schema does not say so, as torch does not functionalise an operator that
-            writes to a tensor and returns a list: nobody may read the u that was.
+        u: u alone, overwritten (``Plan.in_u``); emptied. The schema does not say so, as torch does not functionalise an
+            operator that writes to a tensor and returns a list: nobody may read the u that was.
         scored: whether the scores have a gradient.
         needs: as of ``experts_output_gradient``.
     """
     layer: ExpertsLayer = decode(config)
     plan, kernels, offs = layer.plan, backends.load(layer.gemms.backend, offs.device), aligned(offs)
     scores = layer.scores(handle) if scored else None
-    inputs = [*take_many(preactivations), u]
+    whole_blocks, inputs = u[0].shape[1] % 128 == 0, [*take_many(preactivations), u.pop()]
     *operands, dscores = kernels.swiglu_backward(inputs, scores, layer.limit, plan, offs)
     rowwise, columnwise = take_many(operands, 2), operands
     biases = []
@@ -292,12 +298,12 @@ def experts_hidden_gradients(
         biases = [sum_rows(experts.bf16_values(rows, offs, kernels).float(), offs) for rows in gradients]
     if not needs[2]:
         columnwise.pop()
-    return experts.hidden_tensors(layer, u.shape[1] % 128 == 0, rowwise, columnwise, dscores, biases)
+    return experts.hidden_tensors(layer, whole_blocks, rowwise, columnwise, dscores, biases)
 
 
 @torch.library.register_fake(experts_hidden_gradients.overload)
 def _(offs, handle, preactivations, u, scored, needs, config):
-    layer, local = decode(config), offs.shape[0]
+    layer, local, (u,) = decode(config), offs.shape[0], u
     (rows, hidden), plan, spec = u.shape, layer.plan, layer.plan.dgrad.a
     rowwise = [spec.empty(u, 1, local if spec.grouped_scales else None) for _ in range(2)]
     whole_blocks = bool(hidden % 128 == 0)
@@ -379,7 +385,7 @@ def experts_rows_gradient(
 
     Args:
         offs: the first tensor of ``handle``.
-        rowwise: as of ``experts.hidden_tensors``. Emptied.
+        rowwise: all tensors of both gradients along H, that in the memory of u too. Emptied.
         quantized: w1 and w3 as ``experts_forward`` has kept them, emptied; or none.
         weights: as of ``experts_output_gradient``.
         sizes: T, K, H and D.
@@ -414,7 +420,7 @@ def _(x_shape, scores_shape, routing_shape, capacity, weight_shapes, *args, **kw
 
 
 @register_flop_formula(torch.ops.titan_mxfp8.experts_output_gradient)
-def _(g, handle, quantized, weights, b2, scored, needs, sizes, *args, **kwargs) -> int:
+def _(g, handle, quantized, weights, b2, gate, scored, needs, sizes, *args, **kwargs) -> int:
     return 2 * math.prod(sizes)
 
 

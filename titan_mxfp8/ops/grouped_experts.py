@@ -13,7 +13,7 @@ from titan_mxfp8.ops.autograd import exported
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
-from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, key_of
+from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, constant_of, key_of
 from titan_mxfp8.ops.library import aligned
 
 
@@ -37,6 +37,8 @@ def grouped_experts(
             what ``experts.quantize_ahead`` gave, with a ``config`` that keeps no quantised weight. Those of ``weights``
             only get the gradients then, in their dtype.
     """
+    if limit is not None and torch.compiler.is_compiling():
+        limit = constant_of(limit)
     key = key_of(SortedExperts, config.key, limit=limit)
     kept_weight = "itself" if gathered else config.kept_weight
     return _run_experts(x_MD, offs, key, kept_weight, config.keeps_input, *weights, *gathered)
