@@ -12,6 +12,7 @@ from test_plugin import GROUPED, convert, parse
 from torchtitan.config import JobConfig
 
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, override_hardware
+from titan_mxfp8.ops import observe
 from titan_mxfp8.plugin import checks, trainer
 from titan_mxfp8.titan import cuda_graph
 from titan_mxfp8.titan.cuda_graph import GIB, WARM_UP, StepGraph, why_not_captured
@@ -83,15 +84,16 @@ def test_experts_in_bf16_are_captured_where_torch_does_not_wait(arch: str, monke
 
 
 @pytest.mark.parametrize(
-    "model, arch, ep, fqns, captured",
+    "model, arch, ep, fqns, grouped_mm, captured",
     [
-        ("qwen3", "sm_80", 1, "layers.1", False),
-        ("qwen3", "sm_120", 1, "layers.1", False),
-        ("qwen3", "sm_120", 1, "experts", True),
-        ("qwen3", "sm_90", 1, "layers.1", True),
-        ("qwen3", "sm_90", 2, "layers.1", False),
-        ("qwen3", "sm_90", 2, "experts", True),
-        ("gpt_oss", "sm_90", 1, "layers.1", False),
+        ("qwen3", "sm_80", 1, "layers.1", True, False),
+        ("qwen3", "sm_120", 1, "layers.1", True, False),
+        ("qwen3", "sm_120", 1, "experts", True, True),
+        ("qwen3", "sm_90", 1, "layers.1", True, True),
+        ("qwen3", "sm_90", 1, "layers.1", False, False),
+        ("qwen3", "sm_90", 2, "layers.1", True, False),
+        ("qwen3", "sm_90", 2, "experts", True, True),
+        ("gpt_oss", "sm_90", 1, "layers.1", True, False),
     ],
 )
 def test_no_capture_where_the_host_waits_for_experts_that_fqns_leave(
@@ -99,6 +101,7 @@ def test_no_capture_where_the_host_waits_for_experts_that_fqns_leave(
     arch: str,
     ep: int,
     fqns: str,
+    grouped_mm: bool,
     captured: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -107,6 +110,9 @@ def test_no_capture_where_the_host_waits_for_experts_that_fqns_leave(
     monkeypatch.setattr(trainer, "group_of", lambda _: None)
     flavor = "debugmodel_moe_2layers" if model == "qwen3" else "debugmodel_2layers"
     converted = convert(parse(CONVERT, f"--{GROUPED}.fqns={fqns}"), model, flavor)
+    for each in converted.modules():
+        if hasattr(each, "use_grouped_mm"):
+            each.use_grouped_mm = grouped_mm
     dims, eager = SimpleNamespace(ep=ep), object()
     ours = SimpleNamespace(
         model_parts=[converted], device=torch.device("cpu"), parallel_dims=dims, forward_backward_step=eager
@@ -114,9 +120,9 @@ def test_no_capture_where_the_host_waits_for_experts_that_fqns_leave(
     with override_hardware(Hardware(arch, "NVIDIA")):
         trainer._capture(ours, required=False)
         assert (ours.forward_backward_step is not eager) == captured
-        assert ("(training.cuda_graph = 'auto') with experts that fqns leave in bf16" in caplog.text) != captured
+        assert ("(training.cuda_graph = 'auto') with experts left in bf16" in caplog.text) != captured
         if not captured:
-            with pytest.raises(ValueError, match="'on' does not work with experts that fqns leave in bf16"):
+            with pytest.raises(ValueError, match="'on' does not work with experts left in bf16"):
                 trainer._capture(ours, required=True)
 
 
@@ -216,6 +222,13 @@ def test_a_graph_that_would_not_fit_on_all_ranks_is_not_captured(
         gpu.mem_get_info.return_value = 39 * GIB, 100 * GIB
         model(torch.ones(1))
         assert not graph._graphs
+
+
+def test_what_is_measured_runs_eagerly() -> None:
+    model = torch.nn.Linear(1, 1)
+    assert not cuda_graph.must_run_eagerly(model)
+    with observe.recording():
+        assert cuda_graph.must_run_eagerly(model)
 
 
 def test_the_first_microbatch_of_a_step_says_what_there_was_before_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,13 @@ def begin_anew(out: Path) -> None:
     for path in (runs, out / "data.csv", out / "env.json"):
         if path.exists() and not (runs / OURS).is_file():
             raise ValueError(f"{path} is not of an earlier call, and would be lost: remove it, or name another --out")
-    if runs.exists():
-        shutil.rmtree(runs)
-    runs.mkdir(parents=True)
+    runs.mkdir(parents=True, exist_ok=True)
     (runs / OURS).touch()
+    for path in runs.iterdir():  # all but that file, so that a call that was cut short here can begin again
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != OURS:
+            path.unlink()
 
 
 def read_steps(path: Path) -> pd.DataFrame:

@@ -51,7 +51,7 @@ def _capture(trainer: Any, required: bool) -> None:
         logger.info("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
         return
     if _waits_for_bf16(trainer, model):
-        reason = f"experts that fqns leave in bf16, for whose rows the host waits: convert all ([{GROUPED_MM}] fqns)"
+        reason = f"experts left in bf16, for whose rows the host waits: convert all ([{GROUPED_MM}] fqns)"
         if required:
             raise ValueError(f"training.cuda_graph = 'on' does not work with {reason}, or set cuda_graph = 'off'")
         logger.info(f"MXFP8: no CUDA graphs (training.cuda_graph = 'auto') with {reason}")
@@ -69,11 +69,11 @@ def _capture(trainer: Any, required: bool) -> None:
 
 def _waits_for_bf16(trainer: Any, model: nn.Module) -> bool:
     """Whether the host waits for the rows of experts that were not converted: as TorchTitan dispatches their tokens, as
-    they are gpt_oss's, or on GPUs where torch._grouped_mm waits."""
+    they are gpt_oss's or do without torch._grouped_mm, or on GPUs where that waits."""
     titans = [each for each in model.modules() if isinstance(each, GroupedExperts | GptOssGroupedExperts)]
     left = [each for each in titans if not isinstance(each, RoutedExperts)]
     wait = trainer.parallel_dims.ep > 1 or waits_in_bf16(hardware_of(trainer.device))
-    return any(wait or isinstance(each, GptOssGroupedExperts) for each in left)
+    return any(wait or isinstance(each, GptOssGroupedExperts) or not each.use_grouped_mm for each in left)
 
 
 @around("torchtitan.components.checkpoint.CheckpointManager.close")
